@@ -1,0 +1,72 @@
+"""Every error trimtab raises on purpose.
+
+    TrimtabError
+    ├── UserError            the request is wrong; the sentence says which field, what was found, what is allowed
+    │   ├── Invalid          400 (also ValueError)
+    │   ├── Unauthorized     401
+    │   ├── NotFound         404 (also LookupError): unknown, or somebody else's; the same words for both
+    │   ├── Gone             410: known once, results no longer kept
+    │   └── TooLarge         413: beyond a limit that the sentence names
+    ├── Busy                 429: the queue is full; the client backs off and resends
+    └── ServerError          our fault or the machine's
+        ├── Stopping         the server is shutting down; the work stays journalled
+        └── Lost             the work cannot be finished; the sentence names the last checkpoint
+
+There is no Conflict with a status of its own: the client retries 409 for five minutes, so a permanent
+conflict is an Invalid. `category` is what a failed future carries.
+"""
+
+from __future__ import annotations
+
+
+class TrimtabError(Exception):
+    status = 500
+    category = "server"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class UserError(TrimtabError):
+    status = 400
+    category = "user"
+
+
+class Invalid(UserError, ValueError):
+    pass
+
+
+class Unauthorized(UserError):
+    status = 401
+
+
+class NotFound(UserError, LookupError):
+    status = 404
+
+
+class Gone(UserError):
+    status = 410
+
+
+class TooLarge(UserError):
+    status = 413
+
+
+class Busy(TrimtabError):
+    status = 429
+
+
+class ServerError(TrimtabError):
+    pass
+
+
+class Stopping(ServerError):
+    status = 503
+
+
+class Lost(ServerError):
+    pass
