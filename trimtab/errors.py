@@ -1,10 +1,10 @@
 """Every error trimtab raises on purpose.
 
     TrimtabError
-    ├── UserError            the request is wrong; the sentence says which field, what was found, what is allowed
+    ├── UserError            the request is wrong: which field, what was found, what is allowed
     │   ├── Invalid          400 (also ValueError)
     │   ├── Unauthorized     401
-    │   ├── NotFound         404 (also LookupError): unknown, or somebody else's; the same words for both
+    │   ├── NotFound         404 (also LookupError): unknown or somebody else's, in the same words
     │   ├── Gone             410: known once, results no longer kept
     │   └── TooLarge         413: beyond a limit that the sentence names
     ├── Busy                 429: the queue is full; the client backs off and resends
@@ -12,8 +12,8 @@
         ├── Stopping         the server is shutting down; the work stays journalled
         └── Lost             the work cannot be finished; the sentence names the last checkpoint
 
-There is no Conflict with a status of its own: the client retries 409 for five minutes, so a permanent
-conflict is an Invalid. `category` is what a failed future carries.
+There is no Conflict with a status of its own: the client retries 409 for five minutes, so a
+permanent conflict is an Invalid. `category` is what a failed future carries.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ Knows nothing of HTTP, protobuf, SQL or torch. Shape letters: P prompt tokens, N
 
 from __future__ import annotations
 
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -103,7 +102,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """A checked ForwardBackward, ready for a learner. `loss_fn_config` is complete (defaults in)."""
+    """A checked ForwardBackward for a learner. `loss_fn_config` is complete (defaults in)."""
 
     seq_id: int
     data: tuple[TrainingDatum, ...]
@@ -184,7 +183,7 @@ class SaveWeightsResult:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeightsForSampler:
-    """Either `name` (a named checkpoint) or `sampling_session_seq_id` (a sampling session of its own)."""
+    """Either `name` (a named checkpoint) or `sampling_session_seq_id` (its own session)."""
 
     model_id: str
     seq_id: int
@@ -203,7 +202,7 @@ class SaveWeightsForSamplerResult:
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Either an existing model (`model_id`, `seq_id`) or a new one (`session_id`, `model_seq_id`)."""
+    """Into an existing model (`model_id`, `seq_id`) or a new one (`session_id`, `model_seq_id`)."""
 
     path: str
     optimizer: bool

@@ -27,8 +27,8 @@ from trimtab.types import (
 
 
 class Learner(Protocol):
-    """Trains LoRA adapters on one base model. Every call runs to its end or raises and changes nothing,
-    but for `forward_backward`, which may leave a failed window (see `optim_step`)."""
+    """Trains LoRA adapters on one base model. Every call runs to its end, or raises and changes
+    nothing."""
 
     info: BaseModelInfo
     losses: Mapping[str, LossSpec]
@@ -61,20 +61,20 @@ class Learner(Protocol):
         """Write the adapter alone (adapter.safetensors, state.json); return bytes written."""
 
     def load_state(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        """Replace adapter (and optimizer, or start it fresh) and clear the window. Creates the model
-        if it does not exist, with the LoRA configuration of the checkpoint."""
+        """Replace adapter (and optimizer, or start it fresh) and clear the window. A model
+        that does not exist is created with the LoRA configuration of the checkpoint."""
 
     def unload(self, model_id: str) -> None:
         """Forget the model. Unknown ids are fine."""
 
     def stop(self) -> None:
-        """Called from another thread: make the running call raise Stopping at its next micro-batch."""
+        """Called from another thread: the running call raises Stopping at its next micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleWork:
-    """A Sample and the name of the weights it draws from; `head_k` > 0 records the top of every step.
-    `request.params.seed` is set (the service draws one where the client gave none)."""
+    """A Sample and the name of the weights it draws from; `head_k` > 0 records the top of every
+    step. `request.params.seed` is set (the service draws one where the client gave none)."""
 
     request: Sample
     target: str
@@ -104,7 +104,7 @@ class Sampler(Protocol):
     def start(self) -> None: ...
 
     def stop(self) -> None:
-        """Finish the current decode step, fail everything in flight with Stopping, end the thread."""
+        """Finish the current decode step, fail what is in flight with Stopping, end the thread."""
 
 
 Progress = Callable[[str, float], None]
