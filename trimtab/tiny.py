@@ -1,12 +1,14 @@
 """Builds a tiny random causal language model and its tokenizer in a folder, in half a second.
 
-Offline; for tests, benchmarks and the demo. The folder loads with `AutoModelForCausalLM` and `AutoTokenizer`
-like any other. The same arguments give the same files. Knows nothing of the server or the engine.
+Offline; for tests, benchmarks and the demo. The folder loads with `AutoModelForCausalLM` and
+`AutoTokenizer` like any other. The same arguments give the same files. Knows nothing of the server or the engine.
 """
 
 from __future__ import annotations
 
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -105,9 +107,24 @@ def build(
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(config, dtype=torch.float32)
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    with quiet():
+        model.save_pretrained(folder)
     _save_tokenizer(words, folder, context, chat=tokenizer == "bytes")
     return folder
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars from transformers inside; as before outside."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def byte_tokenizer(vocab_size: int = 320) -> Tokenizer:
