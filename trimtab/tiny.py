@@ -1,7 +1,8 @@
 """Builds a tiny random causal language model and its tokenizer in a folder, in half a second.
 
 Offline; for tests, benchmarks and the demo. The folder loads with `AutoModelForCausalLM` and
-`AutoTokenizer` like any other. The same arguments give the same files. Knows nothing of the server or the engine.
+`AutoTokenizer` like any other. The same arguments give the same files. Knows nothing of the server
+or the engine.
 """
 
 from __future__ import annotations
@@ -116,8 +117,9 @@ def build(
 @contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars from transformers inside; as before outside."""
-    from transformers.utils import logging
+    from transformers.utils import logging as module
 
+    logging: Any = module
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
