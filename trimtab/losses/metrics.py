@@ -1,0 +1,37 @@
+"""How metrics are named and joined. Knows no loss.
+
+Every mean `m` travels as two sums, `m/num:sum` and `m/den:sum`, so that datums, micro-batches and
+chunks of a request add up exactly; whoever shows it divides. Extremes travel as `m:max`, `m:min`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+REDUCE: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "max": max, "min": min}
+
+
+def combine(outputs: Sequence[Mapping[str, float | Tensor]]) -> dict[str, float]:
+    """Join the metrics of several datums (or of several micro-batches) by their suffixes, with one
+    transfer from the device. An extreme that is infinite (taken over no rows) is left out.
+
+    combine([{"n:sum": 1.0, "tv:max": 0.2}, {"n:sum": 2.0, "tv:max": -inf}])
+    == {"n:sum": 3.0, "tv:max": 0.2}
+    """
+    values: dict[str, list[float]] = defaultdict(list)
+    for name, value in _to_floats(outputs):
+        values[name].append(value)
+    joined = {name: REDUCE[name.split(":")[1]](found) for name, found in values.items()}
+    return {n: v for n, v in joined.items() if n.endswith(":sum") or not math.isinf(v)}
+
+
+def _to_floats(outputs: Sequence[Mapping[str, float | Tensor]]) -> list[tuple[str, float]]:
+    pairs = [(name, value) for metrics in outputs for name, value in metrics.items()]
+    tensors = [value for _, value in pairs if isinstance(value, Tensor)]
+    moved = iter(torch.stack(tensors).tolist() if tensors else [])
+    return [(name, next(moved) if isinstance(v, Tensor) else float(v)) for name, v in pairs]
