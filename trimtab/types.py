@@ -241,7 +241,8 @@ class ConfigKey:
 
 @dataclass(frozen=True, slots=True)
 class LossSpec:
-    """What a loss accepts. `inputs` maps a tensor name to "required" or "optional";
+    """What a loss accepts. `inputs` maps a tensor name to "required" or "optional"; `ordered` holds
+    pairs of config keys, the first of which must not exceed the second;
     `finite_where` names the input whose nonzero rows need a finite `logprobs` row ("advantages",
     "sequence_ratio_mask", "sampled" for rows under sampled spans, or None)."""
 
@@ -251,6 +252,7 @@ class LossSpec:
     allows_alternatives: bool = False  # (N, K) target_tokens and weights
     needs_stability: bool = False
     finite_where: str | None = None
+    ordered: tuple[tuple[str, str], ...] = ()
     doc: str = ""
 
 

@@ -54,9 +54,9 @@ class StabilityInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """`target_logprobs` (N,) or (N, K), full-vocabulary log-softmax with its gradient; `tensors` the
-    dense inputs of the datum by name. Example: `{"target_tokens": int64 (N,), "logprobs": float32
-    (N,), "advantages": float32 (N,)}`. All shapes have been checked."""
+    """`target_logprobs` (N,) or (N, K), full-vocabulary log-softmax with its gradient; `tensors`
+    the dense inputs of the datum by name. Example: `{"target_tokens": int64 (N,), "logprobs":
+    float32 (N,), "advantages": float32 (N,)}`. All shapes have been checked."""
 
     target_logprobs: Tensor
     tensors: Mapping[str, Tensor]

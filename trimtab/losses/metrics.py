@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-REDUCE: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": math.fsum, "max": max, "min": min}
+REDUCE: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
 def combine(outputs: Sequence[Mapping[str, float | Tensor]]) -> dict[str, float]:
