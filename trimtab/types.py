@@ -226,6 +226,11 @@ class UnloadModel:
     model_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class UnloadModelResult:
+    model_id: str
+
+
 # --------------------------------------------------------------------------- losses
 
 
@@ -355,6 +360,7 @@ Result = (
     | SaveWeightsResult
     | SaveWeightsForSamplerResult
     | LoadWeightsResult
+    | UnloadModelResult
     | SampleResult
 )
 
