@@ -1,0 +1,115 @@
+"""Which cells there are, and running them: resumable, a JSON line a finished cell."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from benchmarks.stability.cells import Cell
+
+LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "stable_reinforce")
+ALTERNATIVES = ("ctr", "dppo", "topr")
+TASKS = ("reverse", "modadd", "sort")
+STALENESS = (0, 1, 4, 16, 64)
+SEEDS = (0, 1, 2)
+HELD_OUT_SEEDS = (11, 12)
+
+
+def quick() -> list[Cell]:
+    """8 cells, minutes: two tasks, fresh and stale, int8, two losses, one seed."""
+    return [
+        Cell(task, loss, staleness, "int8", 0)
+        for task in ("reverse", "sort")
+        for staleness in (0, 16)
+        for loss in ("importance_sampling", "stable_reinforce")
+    ]
+
+
+def full(losses: tuple[str, ...] = LOSSES) -> list[Cell]:
+    """Every staleness and loss at int8; the other numerics at staleness 4; a spread of learning
+    rates at staleness 0 and 16 (first seed)."""
+    return list(dict.fromkeys(_full(losses)))
+
+
+def _full(losses: tuple[str, ...]) -> Iterator[Cell]:
+    for seed in SEEDS:
+        for task in TASKS:
+            for loss in losses:
+                for staleness in STALENESS:
+                    yield Cell(task, loss, staleness, "int8", seed)
+                for numerics in ("float32", "bfloat16", "int4"):
+                    yield Cell(task, loss, 4, numerics, seed)
+                if seed == SEEDS[0]:
+                    for staleness in (0, 16):
+                        for scale in (1 / 3, 3.0):
+                            yield Cell(task, loss, staleness, "int8", seed, lr_scale=scale)
+
+
+def held_out(losses: tuple[str, ...] = LOSSES) -> list[Cell]:
+    """Seeds nobody tuned on: staleness 16 and 64 at int8."""
+    return [
+        Cell(task, loss, staleness, "int8", seed)
+        for seed in HELD_OUT_SEEDS
+        for task in TASKS
+        for loss in losses
+        for staleness in (16, 64)
+    ]
+
+
+def bias_and_staleness(variants: tuple[str, ...]) -> list[Cell]:
+    """The two named columns: a persistent rounding bias (`walk` under int4) against staleness on
+    raw rewards (`climb` under int8)."""
+    columns = [("walk", "int4", s) for s in (0, 4, 16)] + [
+        ("climb", "int8", s) for s in (4, 16, 64)
+    ]
+    return [
+        Cell(task, loss, staleness, numerics, seed)
+        for seed in SEEDS[:2]
+        for task, numerics, staleness in columns
+        for loss in variants
+    ]
+
+
+def finished(results: Path) -> dict[str, dict[str, object]]:
+    """What a results file holds, by cell."""
+    if not results.exists():
+        return {}
+    rows = [json.loads(line) for line in results.read_text().splitlines() if line]
+    return {row["cell"]: row for row in rows}
+
+
+def run_cells(cells: list[Cell], results: Path, cache: Path, workers: int) -> None:
+    """Run what is not in `results` yet, `workers` processes of one thread each."""
+    from benchmarks.stability.policy import base_policy
+
+    todo = [cell for cell in cells if cell.key not in finished(results)]
+    for task in sorted({cell.task for cell in todo}):
+        base_policy(task, cache)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with (
+        ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
+        Progress(*columns, TimeRemainingColumn()) as progress,
+        results.open("a") as out,
+    ):
+        bar = progress.add_task("cells", total=len(todo))
+        for done in as_completed([pool.submit(_one, cell, cache) for cell in todo]):
+            print(json.dumps(done.result()), file=out, flush=True)
+            progress.advance(bar)
+
+
+def _one(cell: Cell, cache: Path) -> dict[str, object]:
+    import torch
+
+    from benchmarks.stability.run import run
+
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    figures = run(cell, cache)
+    return {"cell": cell.key, **figures, "seconds": round(time.monotonic() - started, 1)}
