@@ -1,0 +1,204 @@
+"""Attention over packed rows, and the function transformers calls for it.
+
+M packed rows, Hq query heads, Hkv key/value heads, D head size, S segments, L rows of a segment,
+W rows of a sliding window (a row sees itself and the W-1 before it), C rows of a query block.
+
+A plan says which rows see which. `PackedCausal` is the learner's: segments one after another, each
+causal in itself, no padding anywhere. Knows nothing of caches or of adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_utils import AttentionInterface
+
+from trimtab.engine.context import current
+from trimtab.errors import Invalid
+
+NAME = "trimtab"
+
+
+class AttentionPlan(Protocol):
+    """How the rows of one pass attend to one another (and to whatever the plan remembers)."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """q (1, Hq, M, D), k and v (1, Hkv, M, D) after rotary embedding -> (1, M, Hq, D)."""
+
+
+# --------------------------------------------------------------------------- the registered function
+
+# What an attention layer may pass besides, because it changes nothing for a causal decoder that
+# neither drops out nor reports its weights.
+HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface, answered by the plan of the running pass."""
+    refuse_unknown(module, attention_mask, dropout, is_causal, others)
+    layer = module.layer_idx
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    plan = current().attention
+    out = plan.attend(layer, query, key, value, scale=scale, window=sliding_window, softcap=softcap)
+    return out, None
+
+
+def refuse_unknown(
+    module: nn.Module,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    others: dict[str, Any],
+) -> None:
+    """Raise Invalid for anything an architecture asks of attention that a plan does not honour."""
+    asked = [name for name, value in others.items() if value is not None and name not in HARMLESS]
+    if mask is not None:
+        asked.append("attention_mask")
+    if dropout:
+        asked.append("dropout")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal:
+        asked.append("is_causal=False")
+    if asked:
+        raise Invalid(
+            f"the model's attention ({type(module).__name__}) asks for {', '.join(asked)}, which "
+            "trimtab does not support; causal attention with sliding windows and softcaps is"
+        )
+
+
+# Registered under a name that transformers has no mask function for: it then builds no mask.
+AttentionInterface.register(NAME, attention_forward)
+
+# --------------------------------------------------------------------------- the learner's plan
+
+
+@dataclass(slots=True)
+class PackedCausal:
+    """Segments of `lengths` rows one after another, each causal in itself.
+
+    Neighbouring segments of equal length share one call; a segment's numbers do not depend on which
+    others are packed with it (up to the rounding of batched kernels).
+
+        >>> PackedCausal([3, 3, 5]).rows
+        11
+    """
+
+    lengths: Sequence[int]
+    masks: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> int:
+        return sum(self.lengths)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        out = []
+        start = 0
+        for length, run in groupby(self.lengths):
+            stop = start + length * sum(1 for _ in run)
+            parts = [split(x[:, :, start:stop], length) for x in (q, k, v)]
+            out.append(self._segments(*parts, scale=scale, window=window, softcap=softcap))
+            start = stop
+        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
+    def _segments(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """q (S, Hq, L, D), k and v (S, Hkv, L, D) -> (1, S*L, Hq, D)."""
+        length = q.shape[2]
+        if softcap is None and (window is None or length <= window):
+            out = causal(q, k, v, scale)
+        else:
+            out = self._blocks(q, k, v, scale, window, softcap)
+        return out.transpose(1, 2).reshape(1, -1, out.shape[1], out.shape[3])
+
+    def _blocks(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Query blocks against only the keys their window reaches, so that memory is L*W, not L*L."""
+        length = q.shape[2]
+        window = min(window or length, length)
+        block = max(window, 64)
+        out = []
+        for start in range(0, length, block):
+            stop = min(start + block, length)
+            first = max(0, start - window + 1)
+            mask = self._mask(stop - start, start - first, window).to(q.device)
+            keys, values = k[:, :, first:stop], v[:, :, first:stop]
+            out.append(masked(q[:, :, start:stop], keys, values, scale, mask, softcap))
+        return out[0] if len(out) == 1 else torch.cat(out, dim=2)
+
+    def _mask(self, rows: int, before: int, window: int) -> Tensor:
+        """(C, before + C) bool: row i of the block sees key j when i + before - W < j <= i + before."""
+        key = (rows, before, window)
+        if key not in self.masks:
+            i = torch.arange(rows)[:, None] + before
+            j = torch.arange(rows + before)[None, :]
+            self.masks[key] = (j <= i) & (j > i - window)
+        return self.masks[key]
+
+
+def split(x: Tensor, length: int) -> Tensor:
+    """(1, H, S*L, D) -> (S, H, L, D), a view."""
+    return x[0].unflatten(1, (-1, length)).transpose(0, 1)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap: float | None
+) -> Tensor:
+    """q (S, Hq, C, D) against k, v (S, Hkv, J, D) where `mask` (C, J) is True; softmax in float32.
+
+    `mask` may be anything that broadcasts to (S, Hq, C, J)."""
+    grouped = q.shape[1] != k.shape[1]
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
+        )
+    if grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3)) * scale
+    scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
