@@ -35,3 +35,19 @@ def _to_floats(outputs: Sequence[Mapping[str, float | Tensor]]) -> list[tuple[st
     tensors = [value for _, value in pairs if isinstance(value, Tensor)]
     moved = iter(torch.stack(tensors).tolist() if tensors else [])
     return [(name, next(moved) if isinstance(v, Tensor) else float(v)) for name, v in pairs]
+
+
+def mean(name: str, values_N: Tensor, rows_N: Tensor) -> dict[str, Tensor]:
+    """The two columns of a mean of `values_N` over `rows_N` (bool); `total` sums them."""
+    return {f"{name}/num:sum": torch.where(rows_N, values_N, 0.0), f"{name}/den:sum": rows_N}
+
+
+def total(columns: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
+    """Sum every (N,) column, float or bool, in one reduction."""
+    sums = torch.stack([column.float() for column in columns.values()]).sum(dim=-1)
+    return dict(zip(columns, sums.unbind(), strict=True))
+
+
+def extreme(name: str, values_N: Tensor, rows_N: Tensor) -> dict[str, float | Tensor]:
+    """`name:max` of `values_N` over `rows_N`, -inf over no rows."""
+    return {f"{name}:max": torch.where(rows_N, values_N, -math.inf).float().amax()}
