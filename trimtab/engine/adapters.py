@@ -1,8 +1,8 @@
 """Fresh adapters for a net, and which modules a LoRA configuration reaches.
 
-A is uniform in +-1/sqrt(in), B is zero, so a fresh adapter changes nothing. Every module draws from a
-stream of its own, seeded by (seed, module name): flags and architectures do not shift each other's
-draws. Knows nothing of files or optimizers.
+A is uniform in +-1/sqrt(in), B is zero, so a fresh adapter changes nothing. Every module draws from
+a stream of its own, seeded by (seed, module name): flags and architectures do not shift each
+other's draws. Knows nothing of files or optimizers.
 """
 
 from __future__ import annotations

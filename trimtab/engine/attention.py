@@ -42,14 +42,14 @@ class AttentionPlan(Protocol):
         """q (1, Hq, M, D), k and v (1, Hkv, M, D) after rotary embedding -> (1, M, Hq, D)."""
 
 
-# --------------------------------------------------------------------------- the registered function
+# ------------------------------------------------------------------------ the registered function
 
 # What an attention layer may pass besides, because it changes nothing for a causal decoder that
 # neither drops out nor reports its weights.
 HARMLESS = frozenset({"position_ids", "use_cache", "output_attentions", "output_hidden_states"})
 
 
-def attention_forward(
+def attention_forward(  # noqa: PLR0917 -- transformers' signature
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -100,6 +100,18 @@ AttentionInterface.register(NAME, attention_forward)
 # --------------------------------------------------------------------------- the learner's plan
 
 
+BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one layer asks of attention."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
 @dataclass(slots=True)
 class PackedCausal:
     """Segments of `lengths` rows one after another, each causal in itself.
@@ -129,44 +141,45 @@ class PackedCausal:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
+        rule = Rule(scale, window, softcap)
         out = []
         start = 0
         for length, run in groupby(self.lengths):
             stop = start + length * sum(1 for _ in run)
-            parts = [split(x[:, :, start:stop], length) for x in (q, k, v)]
-            out.append(self._segments(*parts, scale=scale, window=window, softcap=softcap))
+            q_SHLD, k_SHLD, v_SHLD = (split(x[:, :, start:stop], length) for x in (q, k, v))
+            out.append(self._segments(q_SHLD, k_SHLD, v_SHLD, rule))
             start = stop
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
-    def _segments(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
+    def _segments(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         """q (S, Hq, L, D), k and v (S, Hkv, L, D) -> (1, S*L, Hq, D)."""
         length = q.shape[2]
-        if softcap is None and (window is None or length <= window):
-            out = causal(q, k, v, scale)
+        if rule.softcap is None and (rule.window is None or length <= rule.window):
+            out = causal(q, k, v, rule.scale)
         else:
-            out = self._blocks(q, k, v, scale, window, softcap)
+            out = self._blocks(q, k, v, rule)
         return out.transpose(1, 2).reshape(1, -1, out.shape[1], out.shape[3])
 
-    def _blocks(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        """Query blocks against only the keys their window reaches, so that memory is L*W, not L*L."""
+    def _blocks(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        """Query blocks against only the keys their window reaches: memory is L*W, not L*L."""
         length = q.shape[2]
-        window = min(window or length, length)
-        block = max(window, 64)
+        window = min(rule.window or length, length)
         out = []
-        for start in range(0, length, block):
-            stop = min(start + block, length)
+        for start in range(0, length, BLOCK):
+            stop = min(start + BLOCK, length)
             first = max(0, start - window + 1)
             mask = self._mask(stop - start, start - first, window).to(q.device)
             keys, values = k[:, :, first:stop], v[:, :, first:stop]
-            out.append(masked(q[:, :, start:stop], keys, values, scale, mask, softcap))
+            out.append(
+                masked(
+                    q[:, :, start:stop], keys, values, mask, scale=rule.scale, softcap=rule.softcap
+                )
+            )
         return out[0] if len(out) == 1 else torch.cat(out, dim=2)
 
     def _mask(self, rows: int, before: int, window: int) -> Tensor:
-        """(C, before + C) bool: row i of the block sees key j when i + before - W < j <= i + before."""
+        """(C, before + C) bool: row i of the block sees key j where
+        i + before - W < j <= i + before, counted from the first key the block reaches."""
         key = (rows, before, window)
         if key not in self.masks:
             i = torch.arange(rows)[:, None] + before
@@ -186,7 +199,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def masked(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor, softcap: float | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None
 ) -> Tensor:
     """q (S, Hq, C, D) against k, v (S, Hkv, J, D) where `mask` (C, J) is True; softmax in float32.
 

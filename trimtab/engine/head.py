@@ -2,11 +2,11 @@
 
 N rows, K ids a row, V vocabulary, C rows of one chunk, d hidden size, r rank of the adapter.
 
-The logits of a row are u = cap(scale * (W h + lora)), cap(z) = softcap * tanh(z / softcap) or z. For
-loss gradients g_nk on log p(id_nk) the gradient on u is scatter(g) - softmax(u) * sum_k g, so no graph
-over the vocabulary is ever built: chunks of logits are kept for backward while they fit a budget and
-computed again beyond it. The weights are float32 whatever the rest of the model computes in,
-because a bfloat16 logit is off by up to 2^-8 of its size. Knows nothing of losses.
+The logits of a row are u = cap(scale * (W h + lora)), cap(z) = softcap * tanh(z / softcap) or z.
+For loss gradients g_nk on log p(id_nk) the gradient on u is scatter(g) - softmax(u) * sum_k g, so
+no graph over the vocabulary is ever built: chunks of logits are kept for backward while they fit a
+budget and computed again beyond it. The weights are float32 whatever the rest of the model computes
+in, because a bfloat16 logit is off by up to 2^-8 of its size. Knows nothing of losses.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Head:
         """log-softmax(logits) at `ids_NK` with its gradient, and log-softmax(logits / temperature)
         at the same ids without one (the first, detached, when no temperature is given).
 
-            >>> logprobs_NK, tempered_NK = head.selected_logprobs(hidden_N, ids_NK, [(adapter, 0, N)])
+            >>> logprobs_NK, _ = head.selected_logprobs(hidden_N, ids_NK, [(adapter, 0, N)])
         """
         out = []
         for pair, scale, i, j in self._groups(adapters, len(hidden_N)):
@@ -107,7 +107,7 @@ class _Selected(torch.autograd.Function):
     """Head.selected_logprobs for rows that share one adapter (A, B) or none."""
 
     @staticmethod
-    def forward(ctx, hidden_Nd, A, B, ids_NK, temperature_N, scale, head, keep):  # type: ignore[no-untyped-def]
+    def forward(ctx, hidden_Nd, A, B, ids_NK, temperature_N, scale, head, keep):  # noqa: PLR0917
         hidden = hidden_Nd.detach().to(head.dtype)
         kept: dict[int, Tensor] = {}
         room = head.kept_bytes
@@ -134,7 +134,7 @@ class _Selected(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, g_NK, _tempered):  # type: ignore[no-untyped-def]
+    def backward(ctx, g_NK, _tempered):
         hidden_Nd, A, B, ids_NK, lse_N = ctx.saved_tensors
         head, scale, kept, ctx.kept = ctx.head, ctx.scale, ctx.kept, {}
         hidden = hidden_Nd.to(head.dtype)
@@ -172,11 +172,16 @@ def _logits(head: Head, h_Cd: Tensor, A: Tensor | None, B: Tensor | None, scale:
 
 def _tempered(u_CV: Tensor, at_CK: Tensor, lse_C: Tensor, temperature_C: Tensor) -> Tensor:
     """log-softmax(u / temperature) at the ids; rows at temperature 1 keep the sum they have."""
+    out_CK = at_CK - lse_C[:, None]
     t_C = temperature_C.to(u_CV.dtype)
     hot = (t_C != 1).nonzero()[:, 0]
     if len(hot):
-        lse_C = lse_C.index_copy(0, hot, torch.logsumexp(u_CV[hot] / t_C[hot, None], dim=-1))
-    return at_CK / t_C[:, None] - lse_C[:, None]
+        # The largest logit first, or a tiny temperature would give inf - inf.
+        u_HV, t_H1 = u_CV[hot], t_C[hot, None]
+        top_H1 = u_HV.amax(dim=-1, keepdim=True)
+        lse_H1 = torch.logsumexp((u_HV - top_H1) / t_H1, dim=-1, keepdim=True)
+        out_CK[hot] = (at_CK[hot] - top_H1) / t_H1 - lse_H1
+    return out_CK
 
 
 def _grad_raw(head: Head, u_CV: Tensor, g_CK: Tensor, ids_CK: Tensor, lse_C: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ class LoraLinear(nn.Module):
 def apply_adapters(name: str, x: Tensor, y: Tensor, plan: AdapterPlan) -> Tensor:
     """`y` plus what each adapter of `plan` adds to its rows for the module `name`. `y` is fresh
     from the base linear and may be written to."""
-    entries = [(a.pairs[name], a.scale, i, j) for a, i, j in plan if a is not None and name in a.pairs]
+    entries = [(a.pairs[name], a.scale, i, j) for a, i, j in plan if a and name in a.pairs]
     if not entries:
         return y
     x_MI, y_MO = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])

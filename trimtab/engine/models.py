@@ -50,7 +50,7 @@ class BaseModel:
         """Load `path`, a folder or else a hub id, and serve it as `name`.
 
         Refuses (Invalid) a folder whose weights are incomplete and a model whose numbers, on our
-        packed path, are not those of plain transformers. dtypes are "auto", "float32" or "bfloat16".
+        packed path, are not those of plain transformers. dtype: auto, float32, bfloat16.
 
             >>> base = BaseModel.load("tiny", Path("/models/tiny"), learner_dtype="float32")
         """
@@ -133,8 +133,8 @@ def read_tokenizer(path: Path) -> Any:
 
 
 def context_limit(config: Any, asked: int | None) -> int:
-    """Positions a sequence may take: the configuration's, no more than `asked`, and no more than the
-    length up to which rotary scaling does not depend on the longest sequence of a batch."""
+    """Positions a sequence may take: the configuration's, no more than `asked`, and no more than
+    the length up to which rotary scaling does not depend on the longest sequence of a batch."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     if limit is None and asked is None:

@@ -46,8 +46,8 @@ class Net:
 
 
 def build_net(model: PreTrainedModel, output: nn.Linear, dtype: torch.dtype | None = None) -> Net:
-    """A Net of its own module tree around `model` and the float32 head weights `output`, sharing the
-    model's tensors (converted to `dtype` where the model computes in another)."""
+    """A Net of its own module tree around `model` and the float32 head weights `output`, sharing
+    the model's tensors (converted to `dtype` where the model computes in another)."""
     tree = share(model, dtype or model.dtype)
     tree.set_attn_implementation(NAME)
     if tree.config.get_text_config()._attn_implementation != NAME:

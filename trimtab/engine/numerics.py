@@ -45,6 +45,6 @@ def seconds(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def use_threads(threads: int | None) -> None:
-    """Let the calling thread use this many cores inside one operation (None: torch's own choice)."""
+    """Let the calling thread use this many cores inside one operation (None: torch's choice)."""
     if threads is not None and torch.get_num_threads() != threads:
         torch.set_num_threads(threads)

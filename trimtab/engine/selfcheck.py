@@ -8,6 +8,7 @@ configuration. Knows nothing of architectures by name, and of files nothing.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ def reference(model: PreTrainedModel) -> Tensor:
 def check_net(net: Net, expected: Tensor, dtype: torch.dtype) -> dict[int, int | None]:
     """Raise Invalid unless `net` gives the expected logits; return each layer's window."""
     device = expected.device
-    tokens = torch.tensor(sum(probe(net.head.vocab_size), []), device=device)
+    tokens = torch.tensor([*chain(*probe(net.head.vocab_size))], device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in LENGTHS])
     plan = Watched(LENGTHS)
     try:
@@ -93,6 +94,6 @@ def check_architecture(config: Any, windows: dict[int, int | None], context: int
         slides = layer < len(layers) and layers[layer] == "sliding_attention"
         if asked is None and (slides or not layers):
             raise Invalid(
-                f"layer {layer} has a sliding window of {width} that its attention does not pass on; "
-                f"set max_context to {width} or less"
+                f"layer {layer} has a sliding window of {width} that its attention does not pass "
+                f"on; set max_context to {width} or less"
             )

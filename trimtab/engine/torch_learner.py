@@ -1,0 +1,279 @@
+"""The learner: losses and gradients of packed micro-batches, and AdamW on LoRA adapters.
+
+Every result depends on the request, the order of requests and the thread count alone. Knows nothing
+of sessions, spans or sequence ids. N rows of a datum, M packed rows, K ids a row.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trimtab.engine import checkpoint
+from trimtab.engine.adapters import check_lora, new_adapter
+from trimtab.engine.attention import PackedCausal
+from trimtab.engine.batching import (
+    MicroBatch,
+    asked_ids,
+    check_data,
+    micro_batches,
+    packed,
+    temperatures,
+    to,
+    unpack,
+)
+from trimtab.engine.lora import Adapter
+from trimtab.engine.models import BaseModel
+from trimtab.engine.numerics import use_threads
+from trimtab.engine.training import Training
+from trimtab.errors import Invalid, NotFound, Stopping
+from trimtab.losses import LOSSES
+from trimtab.losses.base import Loss, LossInputs, LossOutputs, Metrics, StabilityInputs
+from trimtab.losses.metrics import combine
+from trimtab.types import (
+    AdamParams,
+    BaseModelInfo,
+    ForwardBackwardResult,
+    LoraConfig,
+    LossSpec,
+    OptimStepResult,
+    TrainingBatch,
+    TrainingDatum,
+)
+
+MICRO_BATCH_TOKENS = 2048
+
+
+class TorchLearner:
+    """engine.base.Learner on torch, for any number of models on one base model.
+
+    `micro_batch_tokens` bounds the rows of one forward and backward pass and with them the memory;
+    `threads` is what the calling thread uses inside one operation.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        *,
+        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+        max_lora_rank: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        rank = base.info.max_lora_rank if max_lora_rank is None else max_lora_rank
+        self.info: BaseModelInfo = replace(base.info, max_lora_rank=rank)
+        self.losses: Mapping[str, LossSpec] = {name: loss.spec for name, loss in LOSSES.items()}
+        self._net = base.learner_net
+        self._device = base.device
+        self._micro_batch_tokens = micro_batch_tokens
+        self._threads = threads
+        self._models: dict[str, Training] = {}
+        self._stopping = threading.Event()
+
+    # ----------------------------------------------------------------------- models
+
+    def check_lora(self, config: LoraConfig) -> None:
+        check_lora(self._net, config, self.info.max_lora_rank)
+
+    def create(self, model_id: str, config: LoraConfig) -> None:
+        self.check_lora(config)
+        self._models[model_id] = Training(new_adapter(self._net, config, self._device))
+
+    def unload(self, model_id: str) -> None:
+        self._models.pop(model_id, None)
+
+    def step_count(self, model_id: str) -> int:
+        return self._model(model_id).steps
+
+    def clear_window(self, model_id: str) -> None:
+        self._model(model_id).clear_window()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def _model(self, model_id: str) -> Training:
+        if model_id not in self._models:
+            raise NotFound(f"model {model_id!r} is not loaded")
+        return self._models[model_id]
+
+    # ----------------------------------------------------------------------- training
+
+    def forward_backward(self, model_id: str, batch: TrainingBatch) -> ForwardBackwardResult:
+        use_threads(self._threads)
+        model = self._model(model_id)
+        if batch.loss_fn not in LOSSES:
+            raise Invalid(f"loss_fn is {batch.loss_fn!r}; allowed are {', '.join(LOSSES)}")
+        check_data(batch.data, self.info.vocab_size, self.info.max_context)
+        run = Run(LOSSES[batch.loss_fn], batch.loss_fn_config, float(model.steps))
+        for micro in micro_batches(batch.data, self._micro_batch_tokens):
+            if self._stopping.is_set():
+                raise Stopping("the server is stopping; the request stays journalled")
+            with torch.set_grad_enabled(not batch.forward_only):
+                loss = self._forward(model.adapter, micro, run)
+            if not batch.forward_only:
+                run.add(micro, self._gradients(model, loss, micro, run))
+        if run.gradients is not None:
+            culprits = [(batch.seq_id, i) for i in run.culprits]
+            model.window.add(batch.seq_id, run.gradients, culprits)
+        return ForwardBackwardResult(tuple(run.logprobs), combine(run.metrics))
+
+    def optim_step(self, model_id: str, params: AdamParams) -> OptimStepResult:
+        use_threads(self._threads)
+        return OptimStepResult(self._model(model_id).step(params))
+
+    def _forward(self, adapter: Adapter, micro: MicroBatch, run: Run) -> Tensor:
+        """The summed loss of a micro-batch; its log-probabilities and metrics go to `run`."""
+        losses = []
+        for datum, logprobs_NK, tempered_NK in self._logprobs(adapter, micro):
+            outputs = run.loss_of(datum, logprobs_NK, tempered_NK, self._device)
+            losses.append(outputs.loss)
+        return torch.stack(losses).sum()
+
+    def _logprobs(
+        self, adapter: Adapter, micro: MicroBatch
+    ) -> list[tuple[TrainingDatum, Tensor, Tensor]]:
+        """Each datum with the learner's log-probabilities (N, K) at the ids it asks for, untempered
+        with their gradient and tempered without."""
+        tokens_M, positions_M = packed(micro, self._device)
+        plan = [(adapter, 0, len(tokens_M))]
+        hidden_M = self._net.hidden(tokens_M, positions_M, PackedCausal(micro.lengths), plan)
+        logprobs_MK, tempered_MK = self._net.head.selected_logprobs(
+            hidden_M, asked_ids(micro, self._device), plan, temperatures(micro, self._device)
+        )
+        each = unpack(logprobs_MK, micro), unpack(tempered_MK, micro)
+        return list(zip(micro.data, *each, strict=True))
+
+    def _gradients(
+        self, model: Training, loss: Tensor, micro: MicroBatch, run: Run
+    ) -> list[Tensor]:
+        """The gradient of a micro-batch; datums whose gradient is not finite are noted in `run`."""
+        gradients = gradients_of(loss, model.parameters)
+        if not all_finite(gradients):
+            run.culprits.extend(self._culprits(model, micro, run))
+        return gradients
+
+    def _culprits(self, model: Training, micro: MicroBatch, run: Run) -> list[int]:
+        """Which datums of a micro-batch with a broken gradient break it, each run on its own."""
+        found = []
+        for i, datum in enumerate(micro.data):
+            alone = MicroBatch(micro.first + i, (datum,))
+            loss = self._forward(model.adapter, alone, run.apart())
+            if not all_finite(gradients_of(loss, model.parameters)):
+                found.append(alone.first)
+        return found or [micro.first + i for i in range(len(micro.data))]
+
+    # ----------------------------------------------------------------------- files
+
+    def save_state(self, model_id: str, folder: Path) -> int:
+        model = self._model(model_id)
+        return checkpoint.write(folder, self.info.name, model.adapter, model.steps, model.moments())
+
+    def save_adapter(self, model_id: str, folder: Path) -> int:
+        model = self._model(model_id)
+        return checkpoint.write(folder, self.info.name, model.adapter, model.steps)
+
+    def load_state(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
+        saved = checkpoint.read(
+            folder,
+            self._net,
+            self.info.name,
+            max_rank=self.info.max_lora_rank,
+            device=self._device,
+            optimizer=optimizer,
+        )
+        if model_id in self._models:
+            check_same(self._models[model_id].adapter.config, saved.adapter.config)
+        self._models[model_id] = Training(saved.adapter, saved.steps, saved.moments)
+
+
+@dataclass(eq=False)
+class Run:
+    """What one forward_backward gathers, micro-batch by micro-batch, before any of it counts."""
+
+    loss: Loss
+    config: Mapping[str, float]
+    learner_step: float
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    metrics: list[Metrics] = field(default_factory=list)
+    gradients: list[Tensor] | None = None
+    culprits: list[int] = field(default_factory=list)
+
+    def apart(self) -> Run:
+        """The same call with nothing gathered."""
+        return Run(self.loss, self.config, self.learner_step)
+
+    def loss_of(
+        self, datum: TrainingDatum, logprobs_NK: Tensor, tempered_NK: Tensor, device: torch.device
+    ) -> LossOutputs:
+        inputs = loss_inputs(datum, logprobs_NK, tempered_NK, self.learner_step, device)
+        outputs = self.loss(inputs, self.config)
+        self.logprobs.append(inputs.target_logprobs.detach().float().cpu().numpy())
+        self.metrics.append({"loss:sum": outputs.loss.detach(), **outputs.metrics})
+        return outputs
+
+    def add(self, micro: MicroBatch, gradients: list[Tensor]) -> None:
+        if self.gradients is None:
+            self.gradients = gradients
+        else:
+            for mine, theirs in zip(self.gradients, gradients, strict=True):
+                mine.add_(theirs)
+
+
+def loss_inputs(
+    datum: TrainingDatum,
+    logprobs_NK: Tensor,
+    tempered_NK: Tensor,
+    learner_step: float,
+    device: torch.device,
+) -> LossInputs:
+    """The columns of one datum, told apart: its targets first, then the recorded head."""
+    tensors = {name: to(array, device) for name, array in datum.inputs.items()}
+    targets = tensors["target_tokens"]
+    own = 1 if targets.ndim == 1 else targets.shape[1]
+    target_logprobs = logprobs_NK[:, 0] if targets.ndim == 1 else logprobs_NK[:, :own]
+    stability = None
+    record = datum.stability
+    if record is not None:
+        stability = StabilityInputs(
+            sequence_N=to(record.sequence_N, device),
+            recorded_N=to(record.recorded_N, device),
+            logprobs_N=to(record.logprobs_N, device),
+            head_ids_NK=to(record.head_ids_NK, device),
+            head_logprobs_NK=to(record.head_logprobs_NK, device),
+            target_tempered_N=tempered_NK[:, 0],
+            head_target_logprobs_NK=logprobs_NK[:, own:],
+            head_target_tempered_NK=tempered_NK[:, own:],
+            temperature_N=to(record.temperature_N, device),
+            version_step_N=to(record.version_step_N, device),
+            target_ids_N=targets,
+            learner_step=learner_step,
+        )
+    return LossInputs(target_logprobs, tensors, stability)
+
+
+def gradients_of(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """d loss / d parameters, zeros for what the loss does not depend on."""
+    if not loss.requires_grad:
+        return [torch.zeros_like(p) for p in parameters]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    pairs = zip(found, parameters, strict=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in pairs]
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    return bool(torch.isfinite(torch.stack([t.sum() for t in tensors])).all())
+
+
+def check_same(mine: LoraConfig, saved: LoraConfig) -> None:
+    """Raise Invalid unless a checkpoint has the shape of the model it is loaded into."""
+    for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
+        if getattr(mine, name) != getattr(saved, name):
+            raise Invalid(
+                f"the checkpoint's lora {name} is {getattr(saved, name)}, this model's is "
+                f"{getattr(mine, name)}; load it into a new model"
+            )
