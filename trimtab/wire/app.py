@@ -1,0 +1,130 @@
+"""The application: every route once, and what all calls share. An error's status is in errors.py.
+
+Built over a shut gate, so that a server can answer while its models load. Knows no handler's
+business.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route as StarletteRoute
+
+from trimtab.errors import Stopping, TooLarge, TrimtabError
+from trimtab.wire import futures, sampling, sessions, training
+from trimtab.wire.calls import (
+    Call,
+    ClientLeft,
+    Gate,
+    WireSettings,
+    failure,
+    owner_of,
+    read_body,
+)
+from trimtab.wire.codec import WireCodec
+
+log = logging.getLogger(__name__)
+
+BASE = "/api/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    method: str
+    path: str
+    handler: Callable[[Call], Awaitable[Response]]
+    open: bool = False  # no key asked for
+
+
+ROUTES = (
+    Route("GET", "/healthz", sessions.healthz, open=True),
+    Route("POST", "/client/config", sessions.client_config),
+    Route("POST", "/client/dynamic_config", sessions.dynamic_config),
+    Route("GET", "/get_server_capabilities", sessions.get_server_capabilities),
+    Route("POST", "/telemetry", sessions.telemetry),
+    Route("POST", "/create_session", sessions.create_session),
+    Route("POST", "/session_heartbeat", sessions.session_heartbeat),
+    Route("POST", "/sessions/{session_id}/finish", sessions.finish_session),
+    Route("POST", "/create_model", training.create_model),
+    Route("POST", "/get_info", training.get_info),
+    Route("POST", "/forward_backward", training.forward_backward),
+    Route("POST", "/optim_step", training.optim_step),
+    Route("POST", "/save_weights", training.save_weights),
+    Route("POST", "/save_weights_for_sampler", training.save_weights_for_sampler),
+    Route("POST", "/load_weights", training.load_weights),
+    Route("POST", "/weights_info", training.weights_info),
+    Route("POST", "/unload_model", training.unload_model),
+    Route("POST", "/create_sampling_session", sampling.create_sampling_session),
+    Route("POST", "/join_sampling_session", sampling.join_sampling_session),
+    Route("GET", "/samplers/{sampler_id}", sampling.get_sampler),
+    Route("POST", "/asample", sampling.asample),
+    Route("POST", "/retrieve_future", futures.retrieve_future),
+    Route("POST", "/retrieve_futures", futures.retrieve_futures),
+    Route("POST", "/cancel_future", futures.cancel_future),
+)
+
+
+def create_app(gate: Gate, settings: WireSettings, codec: WireCodec) -> Starlette:
+    """The ASGI application. It answers 503 until `gate.open(service)`."""
+    routes = [
+        StarletteRoute(
+            BASE + route.path, _endpoint(route, gate, settings, codec), methods=[route.method]
+        )
+        for route in ROUTES
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+
+
+def _endpoint(
+    route: Route, gate: Gate, settings: WireSettings, codec: WireCodec
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        number = uuid.uuid4().hex[:12]
+        try:
+            owner = _owner(route, request, settings)
+            call = Call(request, gate, gate.service, settings, codec, owner)
+            call.body = await read_body(request, settings.max_body_bytes)
+            response = await route.handler(call)
+        except TrimtabError as error:
+            response = _refusal(error)
+        except (ClientLeft, ClientDisconnect):
+            response = Response(status_code=499)
+        except Exception:
+            # The only place that catches what nobody foresaw: told in full to the log alone.
+            log.exception("%s %s failed (request %s)", route.method, request.url.path, number)
+            response = failure(500, f"internal error; the server's log has it as request {number}")
+        response.headers["X-Request-Id"] = number
+        return response
+
+    return endpoint
+
+
+def _owner(route: Route, request: Request, settings: WireSettings) -> str:
+    if route.open:
+        return ""
+    return owner_of(request.headers.get("x-api-key"), settings.api_keys)
+
+
+def _refusal(error: TrimtabError) -> Response:
+    response = failure(error.status, error.message)
+    if isinstance(error, TooLarge | Stopping):
+        # The rest of the body stays unread, and a stopping server keeps no connection.
+        response.headers["Connection"] = "close"
+    return response
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    """No such path, or not with this method."""
+    assert isinstance(error, HTTPException)
+    what = f"{request.method} {request.url.path}"
+    sdk = f"this server was tested with SDK {sessions.TESTED_SDK}"
+    response = failure(error.status_code, f"{what}: {error.detail.lower()}; {sdk}")
+    response.headers.update(error.headers or {})
+    return response

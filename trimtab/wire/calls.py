@@ -1,0 +1,166 @@
+"""One HTTP call as a handler sees it, and the gate all calls pass. Knows no route.
+
+The gate is shut while models load and again once the server stops: nothing reaches service then,
+and long polls that are held end at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from trimtab.errors import Stopping, TooLarge, Unauthorized, UserError
+from trimtab.service.core import Service
+from trimtab.wire.codec import WireCodec, inflate
+from trimtab.wire.fields import Fields
+
+T = TypeVar("T")
+
+_INLINE = 64 * 2**10  # larger bodies are read on a worker thread
+
+
+@dataclass(frozen=True, slots=True)
+class WireSettings:
+    """What the composition root decides for this room. `api_keys` empty: any key that starts with
+    tml- is taken, as the owner "local". `tokenizer_ids` names a tokenizer by base model, where the
+    base model's own name would not find it."""
+
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 128 * 2**20
+    hold_seconds: float = 25.0
+    inline_result_bytes: int = 2**20
+    chunk_datums: int = 1024
+    max_concurrent_samples: int = 1000
+    compress: bool = False
+    tokenizer_ids: Mapping[str, str] = field(default_factory=dict)
+
+
+class Gate:
+    """Holds the service between `open` and `close`."""
+
+    def __init__(self) -> None:
+        self._service: Service | None = None
+        self.closing = asyncio.Event()
+
+    def open(self, service: Service) -> None:
+        self._service = service
+
+    def close(self) -> None:
+        self._service = None
+        self.closing.set()
+
+    @property
+    def service(self) -> Service:
+        if self._service is None:
+            stops = self.closing.is_set()
+            raise Stopping(
+                "the server is stopping" if stops else "the server is loading its models"
+            )
+        return self._service
+
+
+class ClientLeft(Exception):
+    """The connection closed while its answer was waited for; there is nobody to tell."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A request whose key has been checked. `body` is as it came, still compressed if it was."""
+
+    request: Request
+    gate: Gate
+    service: Service
+    settings: WireSettings
+    codec: WireCodec
+    owner: str
+    body: bytes = b""
+
+    @property
+    def path(self) -> dict[str, str]:
+        return self.request.path_params
+
+    def fields(self) -> Fields:
+        """The JSON object in the body; an empty body is an empty object."""
+        return Fields.parse(self.body or b"{}")
+
+    async def inflated(self) -> tuple[bytes, UserError | None]:
+        encoding = self.request.headers.get("content-encoding", "").lower()
+        return await self.aside(inflate, self.body, encoding, self.settings.max_body_bytes)
+
+    async def aside(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run `function`, on a worker thread where the body is large enough to hold the loop up."""
+        if len(self.body) < _INLINE:
+            return function(*arguments)
+        return await asyncio.to_thread(function, *arguments)
+
+    async def held(self, work: Coroutine[Any, Any, T]) -> T:
+        """A long poll: the answer, or an end as soon as the client leaves or the server stops."""
+        answer = asyncio.ensure_future(work)
+        left = asyncio.ensure_future(self._left())
+        closing = asyncio.ensure_future(self.gate.closing.wait())
+        try:
+            await asyncio.wait({answer, left, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return answer.result()
+            raise ClientLeft if left.done() else Stopping("the server is stopping")
+        finally:
+            for task in (answer, left, closing):
+                task.cancel()
+
+    async def _left(self) -> None:
+        while (await self.request.receive())["type"] != "http.disconnect":
+            pass
+
+
+# ------------------------------------------------------------------ answers
+
+
+def answer(content: object, status: int = 200) -> Response:
+    """A JSON answer, whole and with its length."""
+    return Response(orjson.dumps(content), status, media_type="application/json")
+
+
+def failure(status: int, detail: str) -> Response:
+    """An error body. Never empty: a client takes an empty 400 for a proxy's and sends it again."""
+    return answer({"detail": detail}, status)
+
+
+# ------------------------------------------------------------------ who calls, and what they send
+
+
+def owner_of(key: str | None, api_keys: tuple[str, ...]) -> str:
+    """Who holds `key`. Compared as digests and against every key, so time tells nothing."""
+    if not key:
+        raise Unauthorized("X-API-Key: required")
+    digest = hashlib.sha256(key.encode()).digest()
+    if not api_keys:
+        if key.startswith("tml-"):
+            return "local"
+        raise Unauthorized("X-API-Key: a key starts with tml-")
+    known = [hmac.compare_digest(digest, hashlib.sha256(k.encode()).digest()) for k in api_keys]
+    if not any(known):
+        raise Unauthorized("X-API-Key: this server does not know the key")
+    return digest.hex()[:16]
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body, refused unread on its length or as soon as the count passes the limit."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise TooLarge(f"body: {declared} bytes; the limit is {limit}")
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise TooLarge(f"body: more than {limit} bytes")
+        parts.append(part)
+    return b"".join(parts)
