@@ -53,8 +53,8 @@ def tokens_of(chunks: Iterable[pb.Chunk], where: str) -> np.ndarray:
     for index, chunk in enumerate(chunks):
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            found = f"an {kind} chunk" if kind else "an empty chunk"
-            raise Invalid(f"{where}[{index}]: {found}; this server reads encoded_text only")
+            found = kind or "nothing"
+            raise Invalid(f"{where}[{index}]: holds {found}; this server reads encoded_text only")
         parts.append(_unpack(chunk.encoded_text.tokens, INT32, f"{where}[{index}].tokens"))
     if len(parts) == 1:
         return parts[0]
