@@ -104,7 +104,7 @@ class Service:
         Invalid again); another body under a used id is Invalid."""
         raise NotImplementedError
 
-    async def reject(
+    async def reject(  # noqa: PLR0917 (all six say what was refused)
         self, owner: str, kind: str, key: str, seq_id: int, message: str, body: bytes
     ) -> None:
         """Use up (key, seq_id) as a failed request; key is a model or sampling session."""
@@ -114,7 +114,7 @@ class Service:
         """Wait up to `timeout` seconds. NotFound: never existed; Gone: no longer kept."""
         raise NotImplementedError
 
-    async def retrieve_many(
+    async def retrieve_many(  # noqa: PLR0917 (the fields of the poll, in its order)
         self,
         owner: str,
         sampling_session_id: str,

@@ -22,7 +22,7 @@ class ServiceSettings:
     """How long a sequence can be trained on after sampling and after each accepted use."""
     logprob_tolerance: float = 1e-3
     """How far a claimed sampling log-probability may lie from the recorded one."""
-    record_cache: int = 4096
+    record_cache_bytes: int = 64 << 20
     """Decoded sequence records kept in memory."""
 
     # ---- lifetimes

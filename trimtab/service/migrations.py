@@ -1,0 +1,188 @@
+"""The schema, as numbered steps. The one table of table names is the SQL below.
+
+A request moves so, and never back:
+
+    (submit refused) ───────────────► failed, rejected = 1    its seq_id is used up
+    (submit accepted) ──► pending ──┬► done      a row in `results`
+                                    └► failed    error and category
+    done ──► trimmed                   result dropped: acknowledged, or its session long over
+
+A model:      creating ──► ready ──┬► unloaded   asked for, or its session ended
+                  └────► failed    └► lost       its weights lived in a process that is gone
+A session:    open ──► finished | expired
+A sequence:   (its request is pending, cancelled or failed: no row) ──► recorded ──► expired: no row
+
+Bodies, results and the arrays of a sequence stand in tables of their own, so that changing a state
+or an expiry never rewrites a blob, and dropping one never touches its row.
+"""
+
+from __future__ import annotations
+
+MIGRATIONS: tuple[tuple[int, str], ...] = (
+    (
+        1,
+        """
+        CREATE TABLE sessions (
+            session_id      TEXT PRIMARY KEY,
+            owner           TEXT NOT NULL,
+            idempotency_key TEXT,
+            tags            TEXT NOT NULL,
+            user_metadata   TEXT NOT NULL,
+            sdk_version     TEXT NOT NULL,
+            project_id      TEXT,
+            display_name    TEXT,
+            created_at      REAL NOT NULL,
+            heartbeat_at    REAL NOT NULL,
+            state           TEXT NOT NULL DEFAULT 'open',
+            reason          TEXT,
+            detail          TEXT,
+            ended_at        REAL,
+            settled         INTEGER NOT NULL DEFAULT 0
+        ) WITHOUT ROWID;
+        CREATE UNIQUE INDEX sessions_idempotency ON sessions (owner, idempotency_key)
+            WHERE idempotency_key IS NOT NULL;
+        CREATE INDEX sessions_state ON sessions (state, settled);
+
+        CREATE TABLE models (
+            model_id        TEXT PRIMARY KEY,
+            session_id      TEXT NOT NULL,
+            owner           TEXT NOT NULL,
+            base_model      TEXT NOT NULL,
+            rank            INTEGER NOT NULL,
+            seed            TEXT,
+            train_attn      INTEGER NOT NULL,
+            train_mlp       INTEGER NOT NULL,
+            train_unembed   INTEGER NOT NULL,
+            optimizer       TEXT NOT NULL,
+            user_metadata   TEXT NOT NULL,
+            state           TEXT NOT NULL,
+            why             TEXT,
+            created_at      REAL NOT NULL
+        ) WITHOUT ROWID;
+        CREATE INDEX models_session ON models (session_id);
+        CREATE INDEX models_state ON models (state);
+
+        CREATE TABLE samplers (
+            sampler_id      TEXT PRIMARY KEY,
+            session_id      TEXT NOT NULL,
+            owner           TEXT NOT NULL,
+            base_model      TEXT NOT NULL,
+            model_path      TEXT,
+            target          TEXT NOT NULL,
+            digest          BLOB,
+            joined          INTEGER NOT NULL DEFAULT 0,
+            created_at      REAL NOT NULL
+        ) WITHOUT ROWID;
+        CREATE INDEX samplers_session ON samplers (session_id);
+
+        CREATE TABLE weights (
+            version         TEXT PRIMARY KEY,
+            model_id        TEXT NOT NULL,
+            base_model      TEXT NOT NULL,
+            folder          TEXT,
+            step            INTEGER NOT NULL,
+            ephemeral       INTEGER NOT NULL,
+            created_at      REAL NOT NULL,
+            expires_at      REAL
+        ) WITHOUT ROWID;
+        CREATE INDEX weights_model ON weights (model_id, created_at);
+
+        CREATE TABLE targets (
+            target          TEXT PRIMARY KEY,
+            version         TEXT NOT NULL
+        ) WITHOUT ROWID;
+
+        CREATE TABLE checkpoints (
+            path            TEXT PRIMARY KEY,
+            kind            TEXT NOT NULL,
+            owner           TEXT NOT NULL,
+            model_id        TEXT NOT NULL,
+            base_model      TEXT NOT NULL,
+            rank            INTEGER NOT NULL,
+            seed            TEXT,
+            train_attn      INTEGER NOT NULL,
+            train_mlp       INTEGER NOT NULL,
+            train_unembed   INTEGER NOT NULL,
+            optimizer       TEXT NOT NULL,
+            folder          TEXT NOT NULL,
+            version         TEXT,
+            size_bytes      INTEGER NOT NULL,
+            step            INTEGER NOT NULL,
+            contents        TEXT NOT NULL,
+            ttl_seconds     INTEGER,
+            created_at      REAL NOT NULL,
+            expires_at      REAL,
+            user_metadata   TEXT NOT NULL
+        ) WITHOUT ROWID;
+        CREATE INDEX checkpoints_model ON checkpoints (model_id, created_at);
+        CREATE INDEX checkpoints_expiry ON checkpoints (expires_at) WHERE expires_at IS NOT NULL;
+
+        CREATE TABLE requests (
+            request_id      TEXT PRIMARY KEY,
+            kind            TEXT NOT NULL,
+            owner           TEXT NOT NULL,
+            session_id      TEXT NOT NULL,
+            key             TEXT NOT NULL,
+            seq_id          INTEGER NOT NULL,
+            clone           INTEGER NOT NULL DEFAULT 0,
+            samples         INTEGER NOT NULL DEFAULT 0,
+            digest          BLOB NOT NULL,
+            seed            TEXT,
+            state           TEXT NOT NULL,
+            rejected        INTEGER NOT NULL DEFAULT 0,
+            error           TEXT,
+            category        TEXT,
+            content_type    TEXT,
+            size            INTEGER NOT NULL DEFAULT 0,
+            cursor          INTEGER,
+            created_at      REAL NOT NULL,
+            finished_at     REAL
+        );
+        CREATE INDEX requests_pending ON requests (state) WHERE state = 'pending';
+        CREATE INDEX requests_session ON requests (session_id, state);
+        CREATE INDEX requests_cursor ON requests (key, clone, cursor) WHERE cursor IS NOT NULL;
+
+        CREATE TABLE bodies (
+            request_id      TEXT PRIMARY KEY,
+            key             TEXT NOT NULL,
+            seq_id          INTEGER NOT NULL,
+            size            INTEGER NOT NULL,
+            body            BLOB NOT NULL
+        );
+        CREATE INDEX bodies_key ON bodies (key, seq_id, size);
+
+        CREATE TABLE results (
+            request_id      TEXT PRIMARY KEY,
+            body            BLOB NOT NULL
+        );
+
+        CREATE TABLE prompts (
+            request_id      TEXT PRIMARY KEY,
+            tokens          BLOB NOT NULL
+        );
+
+        CREATE TABLE sequences (
+            sequence_id     TEXT PRIMARY KEY,
+            request_id      TEXT NOT NULL,
+            session_id      TEXT NOT NULL,
+            idx             INTEGER NOT NULL,
+            length          INTEGER NOT NULL,
+            temperature     REAL NOT NULL,
+            versions        TEXT NOT NULL,
+            head_k          INTEGER,
+            finished_at     REAL NOT NULL,
+            expires_at      REAL NOT NULL
+        );
+        CREATE INDEX sequences_expiry ON sequences (expires_at);
+        CREATE INDEX sequences_request ON sequences (request_id);
+
+        CREATE TABLE arrays (
+            sequence_id     TEXT PRIMARY KEY,
+            tokens          BLOB NOT NULL,
+            logprobs        BLOB,
+            head_ids        BLOB,
+            head_logprobs   BLOB
+        );
+        """,
+    ),
+)
