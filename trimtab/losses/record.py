@@ -133,5 +133,5 @@ def record_metrics(rows: RecordedRows, inputs: LossInputs, kl_coeff: float) -> M
         **extreme("tv", tv_N, rows.recorded_N),
         **extreme("staleness", stale_N, known_N),
         "staleness:min": torch.where(known_N, stale_N, torch.inf).float().amin(),
-        "kl_penalty:sum": kl_penalty(rows, kl_coeff).float(),
+        "kl_penalty:sum": kl_penalty(rows, kl_coeff).float() if kl_coeff > 0 else 0.0,
     }
