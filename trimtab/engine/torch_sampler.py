@@ -1,0 +1,155 @@
+"""The sampler: a thread that decodes every request in flight together, and its front door.
+
+`submit` checks a request and hands it over; the thread runs the loop. Knows nothing of sessions,
+futures' names or sequence ids.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+
+from trimtab.engine import checkpoint
+from trimtab.engine.base import SampleWork
+from trimtab.engine.cached_attention import layout_of
+from trimtab.engine.jobs import Job
+from trimtab.engine.kv import KVMemory
+from trimtab.engine.lora import Adapter
+from trimtab.engine.models import BaseModel
+from trimtab.engine.numerics import use_threads
+from trimtab.engine.sampling_limits import SamplerLimits, check_sample, new_tokens
+from trimtab.engine.sampling_loop import SamplingLoop, as_server_error
+from trimtab.engine.stops import decoder
+from trimtab.engine.weights import WeightsShelf
+from trimtab.errors import Busy, Invalid, Stopping
+from trimtab.types import BaseModelInfo, Sample, SampleResult, WeightsRef
+
+_STOPPING = "the server is stopping; the request stays journalled"
+
+
+class TorchSampler:
+    """engine.base.Sampler on torch, for any number of adapters on one base model.
+
+    `threads` is what the sampler's thread uses inside one operation.
+
+        >>> sampler = TorchSampler(base)
+        >>> sampler.start()
+        >>> sampler.publish("s", WeightsRef("base", base.info.name))
+        >>> sampler.submit(SampleWork(request, target="s", head_k=8)).result().sequences
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        *,
+        limits: SamplerLimits = SamplerLimits(),
+        threads: int | None = None,
+    ) -> None:
+        self.info: BaseModelInfo = base.info
+        self.limits = limits
+        self._base = base
+        self._threads = threads
+        self._decode = None if base.tokenizer is None else decoder(base.tokenizer)
+        self._layout = layout_of(base.sampler_net, base.device)
+        self._shelf = WeightsShelf(self._read_adapter, limits.adapters)
+        self._loop = self._new_loop()
+        self._inbox: list[Job] = []
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    def _new_loop(self) -> SamplingLoop:
+        budget = self.limits.kv_bytes // self._layout.bytes_per_token
+        memory = KVMemory(self._layout, budget, self.info.max_context)
+        net, device = self._base.sampler_net, self._base.device
+        return SamplingLoop(net, memory, self._shelf, self.limits, device)
+
+    # ----------------------------------------------------------------------- weights
+
+    def publish(self, target: str, ref: WeightsRef) -> None:
+        self._shelf.publish(target, ref)
+
+    def retire(self, target: str) -> None:
+        self._shelf.retire(target)
+
+    def _read_adapter(self, path: Path) -> Adapter:
+        base = self._base
+        return checkpoint.read(
+            path,
+            base.sampler_net,
+            base.info.name,
+            max_rank=base.info.max_lora_rank,
+            device=base.device,
+        ).adapter
+
+    # ----------------------------------------------------------------------- requests
+
+    def check(self, request: Sample) -> None:
+        check_sample(request, self.info, self.limits, has_tokenizer=self._decode is not None)
+        need, most = self._loop.places(len(request.prompt) - 1, new_tokens(request, self.info))
+        if need > most:
+            raise Invalid(
+                f"prompt and max_tokens ({request.params.max_tokens}) need memory for {need} tokens; "
+                f"this server keeps {most} (lower max_tokens, or raise kv_bytes)"
+            )
+
+    def submit(self, work: SampleWork) -> Future[SampleResult]:
+        self.check(work.request)
+        job = Job(
+            work,
+            self._shelf.find(work.target),
+            limit=new_tokens(work.request, self.info),
+            vocab_size=self.info.vocab_size,
+            eos_token_ids=self.info.eos_token_ids,
+            decode=self._decode,
+        )
+        with self._changed:
+            if self._stopping:
+                raise Stopping(_STOPPING)
+            if len(self._inbox) + self._loop.waiting >= self.limits.waiting:
+                raise Busy(f"{self.limits.waiting} sampling requests are waiting; send it later")
+            self._inbox.append(job)
+            self._changed.notify()
+        return job.future
+
+    # ----------------------------------------------------------------------- the thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        else:
+            self._end()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        use_threads(self._threads)
+        while self._next_work():
+            try:
+                self._loop.step()
+            except Exception as error:  # a fault of ours must not leave futures open for ever
+                broken, self._loop = self._loop, self._new_loop()
+                broken.abandon(as_server_error("the sampler failed", error))
+        self._end()
+
+    def _next_work(self) -> bool:
+        """Wait for something to do; False when it is to stop."""
+        with self._changed:
+            while not (self._inbox or self._loop.busy or self._stopping):
+                self._changed.wait()
+            for job in self._inbox:
+                self._loop.add(job)
+            self._inbox.clear()
+            return not self._stopping
+
+    def _end(self) -> None:
+        self._next_work()
+        self._loop.abandon(Stopping(_STOPPING))
