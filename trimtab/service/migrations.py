@@ -83,7 +83,8 @@ MIGRATIONS: tuple[tuple[int, str], ...] = (
             step            INTEGER NOT NULL,
             ephemeral       INTEGER NOT NULL,
             created_at      REAL NOT NULL,
-            expires_at      REAL
+            expires_at      REAL,
+            user_metadata   TEXT NOT NULL
         ) WITHOUT ROWID;
         CREATE INDEX weights_model ON weights (model_id, created_at);
 

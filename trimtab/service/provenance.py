@@ -24,6 +24,7 @@ from trimtab.service.sequences import Absence, Record
 from trimtab.types import Datum, PromptSpan, SampledSpan, Span, Stability
 
 INPUT, LOSS = "model_input_spans", "loss_fn_input_spans"
+_TILED = {INPUT: "model_input", LOSS: "target_tokens"}
 MAX_OFFSET = 2**63 - 1
 WHY: Mapping[Absence, str] = {
     "unknown": "which this session did not sample",
@@ -157,9 +158,9 @@ def _present(i: int, datum: Datum, registry: Registry, *, strict: bool) -> int:
 
 def _same_tokens(i: int, datum: Datum, registry: Registry) -> None:
     targets = datum.inputs["target_tokens"]
-    _match(i, INPUT, datum.model_input_spans, datum.tokens, "model_input", registry)
+    _match(i, INPUT, datum.model_input_spans, datum.tokens, registry)
     if targets.ndim == 1:
-        _match(i, LOSS, datum.loss_fn_input_spans, targets, "target_tokens", registry)
+        _match(i, LOSS, datum.loss_fn_input_spans, targets, registry)
     else:  # alternatives a row: only the ranges can be held against the record
         for j, _, span in _placed(datum.loss_fn_input_spans):
             if (record := registry.records.get(span.sequence_id)) is not None:
@@ -167,7 +168,7 @@ def _same_tokens(i: int, datum: Datum, registry: Registry) -> None:
 
 
 def _match(
-    i: int, field: str, spans: Sequence[Span], actual: np.ndarray, name: str, registry: Registry
+    i: int, field: str, spans: Sequence[Span], actual: np.ndarray, registry: Registry
 ) -> None:
     """Every token under a checkable span equals the record's; one comparison a field."""
     claimed = []
@@ -187,9 +188,9 @@ def _match(
         n = int(wrong[0])
         j, at, span = next(p for p in _placed(spans) if p[1] <= n < p[1] + p[2].length)
         raise Invalid(
-            f"datum {i}: {name}[{n}] is token {actual[n]}, but {field}[{j}] claims position"
-            f" {span.offset + n - at} of the {_kind(span)} of sequence {span.sequence_id!r}, where"
-            f" token {recorded[n]} was recorded"
+            f"datum {i}: {_TILED[field]}[{n}] is token {actual[n]}, but {field}[{j}] claims"
+            f" position {span.offset + n - at} of the {_kind(span)} of sequence"
+            f" {span.sequence_id!r}, where token {recorded[n]} was recorded"
         )
 
 

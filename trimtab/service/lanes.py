@@ -1,0 +1,294 @@
+"""One lane a model, strictly by seq_id; one thread a learner, which serves its lanes in turn.
+
+    put      a job takes its place; early ones are parked
+    use_up   a refused id takes its turn with nothing to run
+    close    no more jobs; what can still run does, then the last job (unload) runs
+
+A job runs when everything before it has run and been journalled. A lane that has run a job goes to
+the back of its learner's queue, so no model waits behind more than one job of each other model.
+What waits behind an id that never arrived fails after the gap timeout, naming that id.
+
+Here stands the room's one broad `except`: whatever a job raises becomes its failed future.
+Knows no SQL, no HTTP, and not what the jobs do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from trimtab.errors import Busy, Invalid, Stopping, TrimtabError
+from trimtab.service.futures import SqlWrite
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a job leaves: the encoded result, and the writes that must be true with it. `after` runs
+    on the loop once both are committed."""
+
+    body: bytes
+    content_type: str
+    writes: tuple[SqlWrite, ...] = ()
+    after: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    error: str
+    category: str
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`run` happens on the learner's thread, `settle` (journal the outcome) on the loop.
+    `failed` hears, on the loop, that the job did not succeed; `size` is its body's."""
+
+    seq_id: int
+    run: Callable[[], Done] | None
+    settle: Callable[[Done | Failed], Awaitable[None]]
+    failed: Callable[[], None] = lambda: None
+    size: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Lane:
+    model_id: str
+    learner: str
+    next_seq: int = 0
+    parked: dict[int, Job] = field(default_factory=dict)
+    bytes: int = 0
+    queued: bool = False  # in its learner's queue, or running
+    blocked_at: float | None = None
+    missed: Callable[[int], None] = lambda seq_id: None  # hears of ids that were given up on
+    last: Job | None = None
+    closed: bool = False
+
+    @property
+    def ready(self) -> bool:
+        return self.next_seq in self.parked or (
+            self.last is not None and not self.parked and not self.closed
+        )
+
+    def take(self) -> Job:
+        job = self.parked.pop(self.next_seq, None)
+        if job is None:
+            assert self.last is not None
+            self.closed = True
+            return self.last
+        self.bytes -= job.size
+        self.next_seq += 1
+        return job
+
+
+@dataclass(eq=False, slots=True)
+class _Learner:
+    thread: ThreadPoolExecutor
+    lanes: asyncio.Queue[Lane]
+    task: asyncio.Task[None] | None = None
+
+
+class Lanes:
+    def __init__(
+        self,
+        learners: tuple[str, ...],
+        clock: Callable[[], float],
+        *,
+        gap_seconds: float,
+        max_parked: int,
+        max_bytes: int,
+    ) -> None:
+        self._clock = clock
+        self._gap = gap_seconds
+        self._max_parked = max_parked
+        self._max_bytes = max_bytes
+        self._lanes: dict[str, Lane] = {}
+        self._settling: set[asyncio.Task[None]] = set()
+        self._stopping = False
+        self._learners = {
+            name: _Learner(ThreadPoolExecutor(1, f"trimtab-learner-{name}"), asyncio.Queue())
+            for name in learners
+        }
+
+    # ---- the life of the threads
+
+    def start(self) -> None:
+        for learner in self._learners.values():
+            learner.task = asyncio.create_task(self._serve(learner))
+
+    async def stop(self, seconds: float) -> None:
+        """Begin no job; give running ones `seconds` to come back."""
+        self._stopping = True
+        tasks = [learner.task for learner in self._learners.values() if learner.task]
+        for learner in self._learners.values():
+            learner.lanes.put_nowait(_STOP)
+        if tasks:
+            await asyncio.wait(tasks, timeout=seconds)
+        for task in tasks:
+            task.cancel()
+        if self._settling:
+            await asyncio.wait(self._settling, timeout=seconds)
+        for learner in self._learners.values():
+            learner.thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _serve(self, learner: _Learner) -> None:
+        loop = asyncio.get_running_loop()
+        while (lane := await learner.lanes.get()) is not _STOP and not self._stopping:
+            job = lane.take()
+            outcome: Done | Failed | None = None
+            if job.run is not None:
+                outcome = await loop.run_in_executor(learner.thread, _attempt, job, lane.model_id)
+                if outcome is None:  # stopping: the job stays pending in the journal
+                    continue
+            self._after(lane, job, outcome)
+
+    def _after(self, lane: Lane, job: Job, outcome: Done | Failed | None) -> None:
+        task = asyncio.create_task(self._settle(lane, job, outcome))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _settle(self, lane: Lane, job: Job, outcome: Done | Failed | None) -> None:
+        """Journal an outcome, then let the lane go on: n is on disk before n + 1 runs."""
+        try:
+            if outcome is not None:
+                if isinstance(outcome, Failed):
+                    job.failed()
+                await job.settle(outcome)
+                if isinstance(outcome, Done) and outcome.after is not None:
+                    outcome.after()
+        finally:
+            lane.queued = False
+            self._look(lane)
+
+    # ---- lanes
+
+    def open(self, model_id: str, learner: str, missed: Callable[[int], None]) -> None:
+        self._lanes[model_id] = Lane(model_id, learner, missed=missed)
+
+    def get(self, model_id: str) -> Lane | None:
+        return self._lanes.get(model_id)
+
+    def drop(self, model_id: str) -> None:
+        self._lanes.pop(model_id, None)
+
+    def admit(self, model_id: str, seq_id: int, size: int) -> None:
+        """Raise if there is no place for this id: its turn has passed (Invalid), or too much is
+        waiting already (Busy). The id whose turn is next is always let in."""
+        lane = self._lanes[model_id]
+        if seq_id < lane.next_seq:
+            raise Invalid(
+                f"seq_id {seq_id} of model {model_id!r} comes too late: the model waited for it,"
+                " gave up, and goes on with seq_id " + str(lane.next_seq)
+            )
+        full = len(lane.parked) >= self._max_parked or lane.bytes + size > self._max_bytes
+        if full and seq_id != lane.next_seq:
+            raise Busy(
+                f"model {model_id!r} has {len(lane.parked)} requests ({lane.bytes} bytes) waiting;"
+                f" allowed are {self._max_parked} ({self._max_bytes} bytes)"
+            )
+
+    async def put(self, model_id: str, job: Job) -> None:
+        """Park a job until its turn. If the lane has gone past its id in the meantime (the gap
+        timeout struck between admission and here), the job fails."""
+        lane = self._lanes[model_id]
+        if lane.last is not None or job.seq_id < lane.next_seq:
+            job.failed()
+            error = f"seq_id {job.seq_id} of model {model_id!r} came too late to be run"
+            await job.settle(Failed(error, "user"))
+            return
+        lane.parked[job.seq_id] = job
+        lane.bytes += job.size
+        self._look(lane)
+
+    def use_up(self, model_id: str, seq_id: int, failed: Callable[[], None]) -> None:
+        """A refused id takes its turn: `failed` is called then, nothing runs."""
+        lane = self._lanes[model_id]
+        if seq_id >= lane.next_seq and lane.last is None:
+            lane.parked[seq_id] = Job(seq_id, None, _nothing, failed)
+            self._look(lane)
+
+    async def close(self, model_id: str, last: Job, why: str) -> bool:
+        """Run what can still run, then `last`; what waits behind a missing id fails now. False if
+        the lane is closing already."""
+        lane = self._lanes[model_id]
+        if lane.last is not None:
+            return False
+        lane.last = last
+        reach = lane.next_seq
+        while reach in lane.parked:
+            reach += 1
+        await self._give_up(lane, reach, why)
+        self._look(lane)
+        return True
+
+    def _look(self, lane: Lane) -> None:
+        """Queue a lane that can run; note since when one cannot."""
+        if lane.queued:
+            return
+        while (job := lane.parked.get(lane.next_seq)) is not None and job.run is None:
+            lane.take().failed()
+        if lane.ready:
+            lane.queued, lane.blocked_at = True, None
+            self._learners[lane.learner].lanes.put_nowait(lane)
+        elif not lane.parked:
+            lane.blocked_at = None
+        elif lane.blocked_at is None:
+            lane.blocked_at = self._clock()
+
+    # ---- gaps
+
+    async def sweep(self) -> None:
+        """Fail what has waited too long behind an id that did not arrive."""
+        now = self._clock()
+        for lane in list(self._lanes.values()):
+            if lane.blocked_at is not None and now - lane.blocked_at >= self._gap:
+                why = f"did not arrive within {self._gap:g} s"
+                await self._give_up(lane, lane.next_seq, why)
+                self._look(lane)
+
+    async def _give_up(self, lane: Lane, missing: int, why: str) -> None:
+        """Everything parked behind `missing` fails; the lane goes on after the last of it."""
+        late = {seq: job for seq, job in lane.parked.items() if seq > missing}
+        if not late:
+            return
+        for seq in late:
+            lane.bytes -= lane.parked.pop(seq).size
+        after = max(late) + 1
+        for seq in range(missing, after):
+            if seq not in late:
+                lane.missed(seq)
+        if lane.next_seq == missing:
+            lane.next_seq = after
+        lane.blocked_at = None
+        for seq, job in sorted(late.items()):
+            job.failed()
+            error = (
+                f"seq_id {seq} of model {lane.model_id!r} was not run: seq_id {missing}, which"
+                f" comes before it, {why}"
+            )
+            await job.settle(Failed(error, "user"))
+
+
+_STOP = Lane("", "")
+
+
+async def _nothing(_: Done | Failed) -> None:
+    """A refused request is in the journal already."""
+
+
+def _attempt(job: Job, model_id: str) -> Done | Failed | None:
+    """Run a job; whatever it raises is its outcome. None: the server is stopping."""
+    assert job.run is not None
+    try:
+        return job.run()
+    except Stopping:
+        return None
+    except TrimtabError as error:
+        return Failed(error.message, error.category)
+    except Exception as error:  # the one broad except of this room
+        log.exception("model %s: request %d failed", model_id, job.seq_id)
+        return Failed(f"internal error: {type(error).__name__}: {error}", "server")
