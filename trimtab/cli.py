@@ -1,0 +1,176 @@
+"""The `trimtab` command. Imports nothing heavy until a command has been chosen.
+
+The flags of `serve` are the fields of ServerConfig, made into flags here and described there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+
+import typer
+
+from trimtab import __version__
+from trimtab.errors import TrimtabError
+
+if TYPE_CHECKING:
+    from trimtab.server import Server
+
+HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+app = typer.Typer(
+    help="A self-hosted service for LLM post-training that speaks the Tinker API.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"trimtab {__version__}")
+        raise typer.Exit
+
+
+@app.command(context_settings=HANDED_ON, add_help_option=False)
+def serve(context: typer.Context) -> None:
+    """Serve models to clients of the official SDK."""
+    _handed_on(serve_command(), context)
+
+
+@app.command()
+def doctor(
+    data_dir: Annotated[Path, typer.Option(help="A server's data directory.")] = Path(
+        "trimtab-data"
+    ),
+) -> None:
+    """Show what this machine has: libraries, arithmetic, the data directory."""
+    from trimtab.doctor import report
+
+    for line in report(data_dir):
+        typer.echo(line)
+
+
+@app.command(context_settings=HANDED_ON, add_help_option=False)
+def model(context: typer.Context) -> None:
+    """Fetch pretrained models and list those at hand."""
+    from trimtab.modelstore import model_app
+
+    _handed_on(model_app, context)
+
+
+def _handed_on(command: typer.Typer, context: typer.Context) -> None:
+    """Give the rest of the line to a command that is only built now."""
+    with _told():
+        command(args=context.args, prog_name=context.command_path)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """A foreseen error is a sentence, not a stack trace."""
+    try:
+        yield
+    except TrimtabError as error:
+        for line in str(error).splitlines():
+            typer.secho(f"error: {line}", fg="red", err=True)
+        raise typer.Exit(1) from None
+
+
+# ------------------------------------------------------------------ serve
+
+
+def serve_command() -> typer.Typer:
+    """A command with a flag for each field of ServerConfig."""
+
+    def command(config: Path | None = None, **flags: Any) -> None:
+        from trimtab.config import load_config
+        from trimtab.server import run
+
+        given = {name: value for name, value in flags.items() if value not in (None, [], ())}
+        with _told(), _progress() as progress:
+            run(load_config(config, given), ready=_announce, progress=progress)
+
+    command.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
+    command.__doc__ = (
+        "Serve models to clients of the official SDK until interrupted.\n\n"
+        "Each flag may also stand in the file given as --config (port = 8000) and in the "
+        "environment (TRIMTAB_PORT=8000); a flag wins over the environment, that over the file."
+    )
+    made = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    made.command()(command)
+    return made
+
+
+def _parameters() -> list[inspect.Parameter]:
+    from trimtab.config import LISTS, ServerConfig
+
+    config = typer.Option("--config", help="A TOML file with any of these.", dir_okay=False)
+    made = [_parameter("config", Path | None, config)]
+    for name, field in ServerConfig.model_fields.items():
+        many = name in LISTS
+        default = None if field.is_required() or many else field.get_default()
+        option = typer.Option(
+            "--" + name.replace("_", "-"),
+            help=field.description,
+            metavar=_metavar(field.annotation),
+            show_default=False if default is None else str(default),
+        )
+        made.append(_parameter(name, list[str] | None if many else str | None, option))
+    return made
+
+
+def _metavar(annotation: Any) -> str:
+    """What to write after a flag: INT, FLOAT, TEXT, PATH or the words that are allowed."""
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    kinds = {int: "INT", float: "FLOAT", Path: "PATH"}
+    return next((kinds[k] for k in (annotation, *get_args(annotation)) if k in kinds), "TEXT")
+
+
+def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option]
+    )
+
+
+def _announce(server: Server) -> None:
+    """What a user needs next, on stdout; the server answers right after."""
+    names = ", ".join(source.name for source in server.config.models())
+    configured = server.config.api_key
+    key = "tml-local" if not configured else "tml-...  # one of the keys you configured"
+    typer.echo(f"trimtab serves {names} at {server.url}")
+    typer.echo(f"export TINKER_BASE_URL={server.url}")
+    typer.echo(f"export TINKER_API_KEY={key}")
+    sys.stdout.flush()
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """Loading, as a bar on a terminal and as lines elsewhere; both on stderr."""
+    if not sys.stderr.isatty():
+        yield lambda what, done: typer.echo(f"{done:4.0%} {what}", err=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+
+        def show(what: str, done: float) -> None:
+            bar.update(task, description=what, completed=done)
+            if done >= 1.0:
+                bar.refresh()
+
+        yield show
+
+
+if __name__ == "__main__":
+    app()

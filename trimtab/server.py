@@ -1,0 +1,284 @@
+"""The composition root: joins engine, service and wire, and runs them from socket to farewell.
+
+The heavy rooms are imported when a server starts, so that importing this module is cheap. What a
+server does while it lives is the rooms' business; here is only when it begins and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trimtab.config import ModelSource, ServerConfig, is_loopback
+from trimtab.errors import Invalid
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from trimtab.service.core import Engine, Service
+    from trimtab.wire.calls import Gate, WireSettings
+    from trimtab.wire.codec import WireCodec
+
+T = TypeVar("T")
+Progress = Callable[[str, float], None]
+
+log = logging.getLogger(__name__)
+MIB = 2**20
+LINGER_SECONDS = 2  # what connections get to finish their answers
+
+
+# ------------------------------------------------------------------ joining
+
+
+def load_engines(config: ServerConfig, progress: Progress) -> dict[str, Engine]:
+    """A learner and a sampler for each model. Takes as long as reading the weights does."""
+    import torch
+
+    from trimtab.engine.models import BaseModel
+    from trimtab.engine.sampling_limits import SamplerLimits
+    from trimtab.engine.torch_learner import TorchLearner
+    from trimtab.engine.torch_sampler import TorchSampler
+    from trimtab.service.core import Engine
+
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    limits = SamplerLimits(
+        kv_bytes=config.kv_cache_mib * MIB,
+        rows=config.sampling_rows,
+        waiting=config.max_pending_samples,
+    )
+    engines = {}
+    for source in config.models():
+        base = BaseModel.load(
+            source.name,
+            source.path,
+            device=device,
+            learner_dtype=config.dtype,
+            sampler_dtype=config.sampler_dtype,
+            max_context=config.max_context,
+            max_lora_rank=config.max_lora_rank,
+            progress=progress,
+        )
+        learner = TorchLearner(
+            base, micro_batch_tokens=config.micro_batch_tokens, threads=config.threads
+        )
+        sampler = TorchSampler(base, limits=limits, threads=config.threads)
+        engines[source.name] = Engine(learner.info, learner, sampler)
+    return engines
+
+
+def build(config: ServerConfig, engines: dict[str, Engine]) -> Service:
+    """The service over its data directory. Quick; call it on the loop that will run it."""
+    from trimtab.service.core import Service, ServiceSettings, Store
+
+    settings = ServiceSettings(
+        head_k=config.stability_top_k, max_pending_samples=config.max_pending_samples
+    )
+    return Service(settings, Store(config.data_dir), engines, codec(config))
+
+
+def codec(config: ServerConfig) -> WireCodec:
+    from trimtab.wire.codec import WireCodec
+
+    return WireCodec(config.max_body_mib * MIB)
+
+
+def wire_settings(config: ServerConfig) -> WireSettings:
+    from trimtab.wire.calls import WireSettings
+
+    near = is_loopback(config.host)
+    return WireSettings(
+        api_keys=config.api_key,
+        max_body_bytes=config.max_body_mib * MIB,
+        hold_seconds=config.hold_seconds,
+        chunk_datums=config.chunk_datums,
+        compress=not near,
+        tokenizer_ids={m.name: str(m.path) for m in config.models() if near and _readable(m)},
+    )
+
+
+def _readable(model: ModelSource) -> bool:
+    """Whether clients of this machine find the tokenizer there; they cut ids at a colon."""
+    return model.folder and ":" not in str(model.path)
+
+
+# ------------------------------------------------------------------ running
+
+
+class Server:
+    """One server. `serve` returns once `stop` was called and everything has ended.
+
+    server = Server(ServerConfig(model=("org/tiny=./tiny",), port=0), ready=print)
+    asyncio.run(server.serve())
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        ready: Callable[[Server], None] = lambda server: None,
+        progress: Progress = lambda what, done: None,
+    ) -> None:
+        self.config = config
+        self._ready = ready
+        self._progress = progress
+        self._listener = _listen(config.host, config.port)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = threading.Event()
+        self._stop_on_loop: asyncio.Event | None = None
+        self.serving = threading.Event()
+
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def stop(self) -> None:
+        """Ask for the end, from any thread, at any time, any number of times."""
+        self._stopping.set()
+        if self._loop is not None and self._stop_on_loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(self._stop_on_loop.set)
+
+    async def serve(self) -> None:
+        from trimtab.wire.app import create_app
+        from trimtab.wire.calls import Gate
+
+        self._loop = asyncio.get_running_loop()
+        self._stop_on_loop = asyncio.Event()
+        if self._stopping.is_set():
+            self._stop_on_loop.set()
+        gate = Gate()
+        app = create_app(gate, wire_settings(self.config), codec(self.config))
+        http = _http_server(app)
+        listening = asyncio.ensure_future(http.serve([self._listener]))
+        try:
+            await self._live(gate)
+        finally:
+            gate.close()
+            http.should_exit = True
+            await listening
+            self._listener.close()
+
+    async def _live(self, gate: Gate) -> None:
+        """Load, open, wait for the end, close."""
+        assert self._stop_on_loop is not None
+        stop = asyncio.ensure_future(self._stop_on_loop.wait())
+        loading = _in_thread(lambda: load_engines(self.config, self._progress))
+        either: set[asyncio.Future[Any]] = {stop, loading}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            return
+        service = build(self.config, loading.result())
+        try:
+            await service.start()
+            self._ready(self)
+            gate.open(service)
+            self.serving.set()
+            await stop
+        finally:
+            gate.close()
+            await service.stop()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise Invalid(f"port: cannot listen on {host}:{port} ({error.strerror})") from None
+    return listener
+
+
+def _http_server(app: object) -> uvicorn.Server:
+    import uvicorn
+
+    class HttpServer(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # signals are `run`'s
+
+    return HttpServer(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=120,  # longer than a client keeps an idle connection
+            timeout_graceful_shutdown=LINGER_SECONDS,
+        )
+    )
+
+
+def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """Run `function` on a thread of its own that no shutdown waits for: loading goes to its end."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="trimtab-load")
+    future = asyncio.get_running_loop().run_in_executor(executor, function)
+    executor.shutdown(wait=False)
+    return future
+
+
+# ------------------------------------------------------------------ the command
+
+
+def run(config: ServerConfig, *, ready: Callable[[Server], None], progress: Progress) -> None:
+    """Serve until SIGINT or SIGTERM, then stop cleanly; a second signal ends the process at once.
+
+    Returns within 10 s of the signal. Does not return if a thread of the engine hangs on: the
+    process then exits with status 0, as everything that matters is on disk.
+    """
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.getLogger().level))
+    _allow_many_connections()
+    server = Server(config, ready=ready, progress=progress)
+    asyncio.run(_serve_until_signal(server))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    others = (t for t in threading.enumerate() if t is not threading.main_thread())
+    if not all(thread.daemon for thread in others):
+        os._exit(0)
+
+
+async def _serve_until_signal(server: Server) -> None:
+    loop = asyncio.get_running_loop()
+    asked = False
+
+    def on_signal(number: int) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(128 + number)
+        asked = True
+        log.info("stopping; once more to stop at once")
+        server.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal, number)
+    await server.serve()
+
+
+def _allow_many_connections() -> None:
+    """Every held poll is an open file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65_536 if hard == resource.RLIM_INFINITY else min(hard, 65_536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
