@@ -111,3 +111,14 @@ def close(found, wanted, within=1e-7):
 def mean(metrics, name):
     """A mean as whoever shows it forms it."""
     return metrics[f"{name}/num:sum"] / metrics[f"{name}/den:sum"]
+
+
+def every_metric(loss):
+    """Metrics of two recorded rows under all inputs that any loss takes."""
+
+    def inputs(logits):
+        made = stable_inputs(logits, table([[0.6, 0.4]] * 2), [0, 1], [1.0, -1.0], [[0], [1]])
+        tensors = {**made.tensors, "sequence_ratio_mask": torch.ones(2)}
+        return LossInputs(made.target_logprobs, tensors, made.stability)
+
+    return gradient(loss, inputs, table([[0.5, 0.5]] * 2).log())[2]
