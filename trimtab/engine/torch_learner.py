@@ -54,7 +54,7 @@ class TorchLearner:
     """engine.base.Learner on torch, for any number of models on one base model.
 
     `micro_batch_tokens` bounds the rows of one forward and backward pass and with them the memory;
-    `threads` is what the calling thread uses inside one operation.
+    `threads` is what the calling thread uses inside one operation; `losses` what it can train with.
     """
 
     def __init__(
@@ -64,10 +64,12 @@ class TorchLearner:
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         max_lora_rank: int | None = None,
         threads: int | None = None,
+        losses: Mapping[str, Loss] = LOSSES,
     ) -> None:
         rank = base.info.max_lora_rank if max_lora_rank is None else max_lora_rank
         self.info: BaseModelInfo = replace(base.info, max_lora_rank=rank)
-        self.losses: Mapping[str, LossSpec] = {name: loss.spec for name, loss in LOSSES.items()}
+        self.losses: Mapping[str, LossSpec] = {name: loss.spec for name, loss in losses.items()}
+        self._losses = losses
         self._net = base.learner_net
         self._device = base.device
         self._micro_batch_tokens = micro_batch_tokens
@@ -106,10 +108,10 @@ class TorchLearner:
     def forward_backward(self, model_id: str, batch: TrainingBatch) -> ForwardBackwardResult:
         use_threads(self._threads)
         model = self._model(model_id)
-        if batch.loss_fn not in LOSSES:
-            raise Invalid(f"loss_fn is {batch.loss_fn!r}; allowed are {', '.join(LOSSES)}")
+        if batch.loss_fn not in self._losses:
+            raise Invalid(f"loss_fn is {batch.loss_fn!r}; allowed are {', '.join(self._losses)}")
         check_data(batch.data, self.info.vocab_size, self.info.max_context)
-        run = Run(LOSSES[batch.loss_fn], batch.loss_fn_config, float(model.steps))
+        run = Run(self._losses[batch.loss_fn], batch.loss_fn_config, float(model.steps))
         for micro in micro_batches(batch.data, self._micro_batch_tokens):
             if self._stopping.is_set():
                 raise Stopping("the server is stopping; the request stays journalled")

@@ -159,17 +159,22 @@ def norm_of(tensors: Sequence[Tensor]) -> float:
     return float(torch.nn.utils.get_total_norm(tensors))
 
 
+# Beyond what anyone trains with, and where AdamW's own products would overflow float32.
+LARGE = 1e6
+
+ALLOWED = {
+    "learning_rate": (0.0, LARGE),
+    "beta1": (0.0, 1.0),
+    "beta2": (0.0, 1.0),
+    "eps": (0.0, LARGE),
+    "weight_decay": (0.0, LARGE),
+    "grad_clip_norm": (0.0, math.inf),
+}
+
+
 def check_adam(params: AdamParams) -> None:
     """Raise Invalid for a number AdamW cannot use."""
-    rules = {
-        "learning_rate": (0.0, math.inf),
-        "beta1": (0.0, 1.0),
-        "beta2": (0.0, 1.0),
-        "eps": (0.0, math.inf),
-        "weight_decay": (0.0, math.inf),
-        "grad_clip_norm": (0.0, math.inf),
-    }
-    for name, (low, high) in rules.items():
+    for name, (low, high) in ALLOWED.items():
         value = getattr(params, name)
         if not low <= value < high:
             raise Invalid(f"adam_params.{name} is {value}; allowed is {low} <= {name} < {high}")
