@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from trimtab.engine.attention import PackedCausal, masked
+from trimtab.engine.attention import PackedCausal, Rule, masked
 from trimtab.engine.kv import KVLayout, Pool, PromptKV
 from trimtab.engine.net import Net
 
@@ -49,27 +50,22 @@ class PrefillPlan:
         softcap: float | None,
     ) -> Tensor:
         self._remember(layer, k, v)
+        rule = Rule(scale, window, softcap)
         out: list[Tensor] = []
-        fresh: list[int] = []
-        row = 0
-
-        def flush() -> None:
-            if fresh:
-                rows = slice(row - sum(fresh), row)
-                plan = PackedCausal(tuple(fresh))
-                parts = (x[:, :, rows] for x in (q, k, v))
-                out.append(plan.attend(layer, *parts, scale=scale, window=window, softcap=softcap))
-                fresh.clear()
-
-        for piece in self.pieces:
-            if piece.start == 0:
-                fresh.append(piece.rows)
+        start = 0
+        for begins, run in groupby(self.pieces, lambda piece: piece.start == 0):
+            pieces = list(run)
+            stop = start + sum(piece.rows for piece in pieces)
+            rows = slice(start, stop)
+            if begins:
+                plan = PackedCausal([piece.rows for piece in pieces])
+                new = (x[:, :, rows] for x in (q, k, v))
+                out.append(plan.attend(layer, *new, scale=scale, window=window, softcap=softcap))
             else:
-                flush()
-                new = q[:, :, row : row + piece.rows]
-                out.append(self._continue(layer, piece, new, scale, window, softcap))
-            row += piece.rows
-        flush()
+                sizes = [piece.rows for piece in pieces]
+                parts = zip(pieces, q[:, :, rows].split(sizes, dim=2), strict=True)
+                out += [self._continue(layer, piece, part, rule) for piece, part in parts]
+            start = stop
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
     def _remember(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -81,22 +77,15 @@ class PrefillPlan:
             piece.prompt.values[layer][:, places] = v[0, :, rows]
             row += piece.rows
 
-    def _continue(
-        self,
-        layer: int,
-        piece: Piece,
-        q: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def _continue(self, layer: int, piece: Piece, q: Tensor, rule: Rule) -> Tensor:
         """q (1, Hq, C, D) of a later piece -> (1, C, Hq, D)."""
         stop = piece.start + piece.rows
-        first = 0 if window is None else max(0, piece.start - window + 1)
+        first = 0 if rule.window is None else max(0, piece.start - rule.window + 1)
         keys = piece.prompt.keys[layer][None, :, first:stop]
         values = piece.prompt.values[layer][None, :, first:stop]
-        mask = self._mask(piece, first, window, q.device)
-        return masked(q, keys, values, scale, mask, softcap).transpose(1, 2)
+        mask = self._mask(piece, first, rule.window, q.device)
+        out = masked(q, keys, values, mask, scale=rule.scale, softcap=rule.softcap)
+        return out.transpose(1, 2)
 
     def _mask(self, piece: Piece, first: int, window: int | None, device: torch.device) -> Tensor:
         """(C, J) bool over the keys from `first` on; the same in every layer of one window."""
@@ -136,33 +125,25 @@ class PoolRows:
         self.shortest += 1
         self.longest += 1
         for places in self.places.values():
-            places += 1
+            places.add_(1)
         self.biases.clear()
 
-    def attend(
-        self,
-        layer: int,
-        q_nD: Tensor,
-        k_nD: Tensor,
-        v_nD: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q_nD: Tensor, k_nD: Tensor, v_nD: Tensor, rule: Rule) -> Tensor:
         """q (n, Hq, D), k and v (n, H, D) -> (n, Hq, D)."""
         rows, heads = k_nD.shape[:2]
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         self._remember(keys, k_nD)
         self._remember(values, v_nD)
+        window = rule.window
         if window is not None and window > self.longest:
             window = None
         first = 0 if window is None else max(0, self.shortest - window + 1)
         seen = slice(first, self.longest + 1)
         k = keys[:rows, :, seen].flatten(0, 1)
         v = values[:rows, :, seen].flatten(0, 1)
-        q = (q_nD * scale).reshape(rows * heads, -1, q_nD.shape[-1])
+        q = (q_nD * rule.scale).reshape(rows * heads, -1, q_nD.shape[-1])
         bias = self._bias(heads, first, window)
-        return weighted(q, k, v, bias, softcap).view(rows, q_nD.shape[1], -1)
+        return weighted(q, k, v, bias, rule.softcap).view(rows, q_nD.shape[1], -1)
 
     def _remember(self, tensor: Tensor, new_nD: Tensor) -> None:
         """Put (n, H, D) at the rows' ends of a pool's (R, H, L, D)."""
@@ -230,11 +211,12 @@ class DecodePlan:
         q_MD, k_MD, v_MD = (x[0].transpose(0, 1) for x in (q, k, v))
         if self.order is not None:
             q_MD, k_MD, v_MD = q_MD[self.order], k_MD[self.order], v_MD[self.order]
+        rule = Rule(scale, window, softcap)
         out = []
         for part in self.parts:
             rows = slice(part.start, part.stop)
             own = (x[rows] for x in (q_MD, k_MD, v_MD))
-            out.append(part.attend(layer, *own, scale, window, softcap))
+            out.append(part.attend(layer, *own, rule))
         out_MD = out[0] if len(out) == 1 else torch.cat(out)
         return (out_MD if self.back is None else out_MD[self.back])[None]
 

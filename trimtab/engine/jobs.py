@@ -6,6 +6,7 @@ it keeps a token is a few Python numbers and a piece of bytes. Knows nothing of 
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -65,7 +66,7 @@ class Job:
 
     @property
     def context_rows(self) -> int:
-        """Prompt tokens to compute before sampling: all but the last, which the first step takes."""
+        """Prompt tokens computed before sampling: all but the last, which the first step takes."""
         return len(self.prompt) - 1
 
     @property
@@ -136,7 +137,7 @@ class Row:
 
     def accept(self, token: int, logprob: float) -> bool:
         """Take a drawn token; does the sequence end with it?"""
-        if logprob != logprob:
+        if math.isnan(logprob):
             raise ServerError(
                 f"the weights {self.version!r} gave a log-probability that is not a number for "
                 f"token {len(self.tokens)} of sample {self.index}"

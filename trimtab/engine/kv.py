@@ -46,14 +46,14 @@ class KVLayout:
     def bytes_per_token(self) -> int:
         return self.dtype.itemsize * sum(h * (dk + dv) for h, dk, dv in self.layers)
 
-    def empty(self, *shape: int) -> tuple[list[Tensor], list[Tensor]]:
+    def zeros(self, *shape: int) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of every layer, (*shape[:-1], H, shape[-1], D)."""
         *outer, places = shape
         keys, values = [], []
         for heads, key_size, value_size in self.layers:
             for into, size in ((keys, key_size), (values, value_size)):
                 into.append(
-                    torch.empty(*outer, heads, places, size, dtype=self.dtype, device=self.device)
+                    torch.zeros(*outer, heads, places, size, dtype=self.dtype, device=self.device)
                 )
         return keys, values
 
@@ -63,38 +63,48 @@ class PromptKV:
 
     def __init__(self, layout: KVLayout, places: int) -> None:
         self.places = places
-        self.keys, self.values = layout.empty(places)
+        self.keys, self.values = layout.zeros(places)
 
 
 class Pool:
-    """Keys and values (R, H, L, D) a layer; the first `used` of the R rows are taken."""
+    """Keys and values (R, H, L, D) a layer; the first `used` of the R rows are taken.
+
+    Attention multiplies what a row does not have by zero, so every place must hold a finite number:
+    it begins as zero, and `clear` makes it so again."""
 
     def __init__(self, layout: KVLayout, length: int) -> None:
         self.length = length
         self.used = 0
         self.capacity = 0
-        self.keys, self.values = layout.empty(0, length)
+        self.keys, self.values = layout.zeros(0, length)
 
     def resize(self, capacity: int) -> None:
         """A tensor at a time, so that growing never holds two copies of the pool."""
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
-                new = old.new_empty(capacity, *old.shape[1:])
+                new = old.new_zeros(capacity, *old.shape[1:])
                 new[: self.used] = old[: self.used]
                 tensors[layer] = new
         self.capacity = capacity
 
     def fill(self, row: int, count: int, prompt: PromptKV) -> None:
-        """Copy a prompt to `count` rows from `row` on."""
+        """Copy a prompt to `count` rows from `row` on, zeros behind it: what a masked product
+        does not look at must still be a number, whatever the row held before."""
         for mine, theirs in ((self.keys, prompt.keys), (self.values, prompt.values)):
             for into, source in zip(mine, theirs, strict=True):
                 into[row : row + count, :, : prompt.places] = source
+                into[row : row + count, :, prompt.places :] = 0
 
-    def move(self, source: int, into: int, places: int) -> None:
-        """Copy the first `places` of a row over another."""
+    def clear(self, row: int) -> None:
         for tensors in (self.keys, self.values):
             for tensor in tensors:
-                tensor[into, :, :places] = tensor[source, :, :places]
+                tensor[row] = 0
+
+    def move(self, source: int, into: int) -> None:
+        """Copy a row over another, whole."""
+        for tensors in (self.keys, self.values):
+            for tensor in tensors:
+                tensor[into] = tensor[source]
 
 
 class KVMemory:
@@ -152,7 +162,7 @@ class KVMemory:
         """Give a row back; the last row, holding `places`, takes its number."""
         pool.used -= 1
         if row != pool.used:
-            pool.move(pool.used, row, places)
+            pool.move(pool.used, row)
         if pool.used == 0:
             del self.pools[pool.length]
         elif pool.used <= pool.capacity // 4:

@@ -16,8 +16,8 @@ from trimtab.types import BaseModelInfo, Sample, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SamplerLimits:
-    """`kv_bytes` bounds keys and values in memory, `score_bytes` the logits of prompt scoring at any
-    moment, `rows` the sequences decoding together, `prefill_tokens` the prompt tokens computed
+    """`kv_bytes` bounds keys and values in memory, `score_bytes` the logits of prompt scoring at
+    any moment, `rows` the sequences decoding together, `prefill_tokens` the prompt tokens computed
     between two decode steps, `waiting` the requests not yet begun, `adapters` those kept loaded."""
 
     kv_bytes: int = 2 * 2**30
@@ -114,8 +114,8 @@ def _check_targets(
 ) -> None:
     if targets.ndim != 2 or targets.shape[0] != prompt - 1 or targets.shape[1] < 1:
         raise Invalid(
-            f"target_prompt_logprobs has shape {targets.shape}; it must be ({prompt - 1}, K), a row "
-            "for each prompt token after the first"
+            f"target_prompt_logprobs has shape {targets.shape}; it must be ({prompt - 1}, K), a "
+            "row for each prompt token after the first"
         )
     _between("target_prompt_logprobs' width", targets.shape[1], 1, limits.alternatives)
     _check_ids("target_prompt_logprobs", targets, -1, info.vocab_size)

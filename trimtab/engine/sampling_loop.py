@@ -327,6 +327,8 @@ class SamplingLoop:
                 if row.accept(token, logprob):
                     ended.append(row)
             except Exception as error:  # a tokenizer, or numbers that are none: only this request
+                for each in row.job.rows:
+                    each.pool.clear(each.slot)
                 self._fail(row.job, as_server_error("taking a token failed", error))
         for row in ended:
             if row.job in self._active:

@@ -1,8 +1,8 @@
-"""Random streams that belong to a sample, not to a batch: counter-based, one a (seed, sample index).
+"""Random streams that belong to a sample, not to a batch: one for each (seed, sample index).
 
-Each stream is Philox 4x64 keyed by (seed, index), read as 53-bit uniforms in [0, 1). Sample i of a
-seed draws the same numbers whatever `num_samples` is and whatever decodes beside it. Knows nothing
-of tokens.
+Each stream is the counter-based Philox 4x64 keyed by (seed, index), read as 53-bit uniforms in
+[0, 1). Sample i of a seed draws the same numbers whatever `num_samples` is and whatever decodes
+beside it. Knows nothing of tokens.
 """
 
 from __future__ import annotations

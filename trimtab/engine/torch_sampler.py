@@ -92,8 +92,8 @@ class TorchSampler:
         need, most = self._loop.places(len(request.prompt) - 1, new_tokens(request, self.info))
         if need > most:
             raise Invalid(
-                f"prompt and max_tokens ({request.params.max_tokens}) need memory for {need} tokens; "
-                f"this server keeps {most} (lower max_tokens, or raise kv_bytes)"
+                f"prompt and max_tokens ({request.params.max_tokens}) need memory for {need} "
+                f"tokens; this server keeps {most} (lower max_tokens, or raise kv_bytes)"
             )
 
     def submit(self, work: SampleWork) -> Future[SampleResult]:
