@@ -381,6 +381,8 @@ class BaseModelInfo:
     learner_dtype: str
     sampler_dtype: str
     max_lora_rank: int
+    sampler_kl: float = 0.0
+    """KL(q || p) in nats a token that the sampler's numerics alone cause, measured at load."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-from trimtab.engine.models import BaseModel
-from trimtab.engine.torch_learner import TorchLearner
-from trimtab.engine.torch_sampler import TorchSampler
-from trimtab.losses.experimental import EXPERIMENTAL
 
 from benchmarks.stability.cells import Cell
 from benchmarks.stability.policy import base_policy
 from benchmarks.stability.tasks import TASKS, Task, advantages
+from benchmarks.stability.variants import SCORED, VARIANTS
 from trimtab.engine.base import SampleWork
+from trimtab.engine.models import BaseModel
+from trimtab.engine.torch_learner import TorchLearner
+from trimtab.engine.torch_sampler import TorchSampler
 from trimtab.losses import LOSSES
+from trimtab.losses.experimental import EXPERIMENTAL
 from trimtab.types import (
     AdamParams,
     LoraConfig,
@@ -52,7 +53,7 @@ class Policy:
         self.exact_base = BaseModel.load(
             "bench/policy", folder, learner_dtype="float32", sampler_dtype="float32"
         )
-        losses = LOSSES | EXPERIMENTAL
+        losses = LOSSES | EXPERIMENTAL | VARIANTS
         self.learner = TorchLearner(
             self.base, micro_batch_tokens=4096, max_lora_rank=128, losses=losses
         )
@@ -78,6 +79,21 @@ class Policy:
         self.exact.publish("newest", ref)
         self.sampler.retire(f"v{step - self.cell.staleness - 2}")
 
+    def scored(self, data: list[TrainingDatum], version: int) -> list[TrainingDatum]:
+        """The data with what the learner's arithmetic gives on the sampling weights."""
+        self.learner.load_state("scorer", self.scratch / f"v{version}", optimizer=False)
+        zeros = [
+            replace(d, inputs={**d.inputs, "advantages": 0 * d.inputs["advantages"]}) for d in data
+        ]
+        batch = TrainingBatch(0, tuple(zeros), "importance_sampling", {}, forward_only=True)
+        logprobs = self.learner.forward_backward("scorer", batch).logprobs
+        return [
+            replace(d, inputs={**d.inputs, SCORED: p}) for d, p in zip(data, logprobs, strict=True)
+        ]
+
+
+SCORING = {name for name in VARIANTS if "/b" in name}
+
 
 def run(cell: Cell, cache: Path) -> dict[str, object]:
     """Train one cell and return its figures (a flat JSON-able dict)."""
@@ -88,6 +104,8 @@ def run(cell: Cell, cache: Path) -> dict[str, object]:
         for step in range(STEPS):
             version = max(0, step - cell.staleness)
             data = rollouts(task, policy, step, version)
+            if cell.loss in SCORING:
+                data = policy.scored(data, version)
             result = policy.learner.forward_backward(
                 "policy", TrainingBatch(step, tuple(data), cell.loss, policy.config)
             )

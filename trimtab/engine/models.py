@@ -15,9 +15,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from trimtab.engine.base import Progress
+from trimtab.engine.kernels import QUANTISED, quantise
 from trimtab.engine.net import Net, build_net, float32_output
 from trimtab.engine.numerics import DTYPES, choose_dtype
-from trimtab.engine.selfcheck import check_architecture, check_net, reference
+from trimtab.engine.selfcheck import check_architecture, check_net, mismatch, reference
 from trimtab.errors import Invalid, NotFound
 from trimtab.types import BaseModelInfo
 
@@ -61,7 +62,10 @@ class BaseModel:
         context = context_limit(config, max_context)
         stored = getattr(config, "dtype", None) or torch.float32
         learner = choose_dtype("learner_dtype", learner_dtype, where, stored)
-        sampler = choose_dtype("sampler_dtype", sampler_dtype, where, stored)
+        quantised = sampler_dtype in QUANTISED
+        sampler = choose_dtype(
+            "sampler_dtype", "float32" if quantised else sampler_dtype, where, stored
+        )
         report(f"{name}: reading the weights", 0.05)
         model = read_weights(path, learner, where)
         report(f"{name}: computing what plain transformers computes", 0.7)
@@ -73,6 +77,9 @@ class BaseModel:
         for net, dtype in ((learner_net, learner), (sampler_net, sampler)):
             seen = check_net(net, expected, dtype)
             check_architecture(model.config.get_text_config(), seen, context)
+        if quantised:
+            report(f"{name}: rounding the sampler's weights to {sampler_dtype}", 0.95)
+            quantise(sampler_net, sampler_dtype)
         tokenizer = read_tokenizer(path)
         info = BaseModelInfo(
             name=name,
@@ -83,7 +90,8 @@ class BaseModel:
             eos_token_ids=eos_token_ids(model, tokenizer),
             parameters=sum(p.numel() for p in model.parameters()),
             learner_dtype=str(learner).removeprefix("torch."),
-            sampler_dtype=str(sampler).removeprefix("torch."),
+            sampler_dtype=sampler_dtype if quantised else str(sampler).removeprefix("torch."),
+            sampler_kl=mismatch(sampler_net, learner_net, where),
             max_lora_rank=max_lora_rank,
         )
         report(f"{name}: ready", 1.0)

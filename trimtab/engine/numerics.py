@@ -26,7 +26,8 @@ def choose_dtype(
     if asked in DTYPES:
         return DTYPES[asked]
     if asked != "auto":
-        raise Invalid(f"{field} is {asked!r}; allowed are auto, {', '.join(DTYPES)}")
+        more = ", int8, int4" if field == "sampler_dtype" else ""
+        raise Invalid(f"{field} is {asked!r}; allowed are auto, {', '.join(DTYPES)}{more}")
     if str(stored).removeprefix("torch.") not in ("bfloat16", "float16"):
         return torch.float32
     fast = seconds(torch.bfloat16, device) * GAIN < seconds(torch.float32, device)

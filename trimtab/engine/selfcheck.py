@@ -75,6 +75,21 @@ def check_net(net: Net, expected: Tensor, dtype: torch.dtype) -> dict[int, int |
     return plan.windows
 
 
+@torch.no_grad()
+def mismatch(sampler: Net, learner: Net, device: torch.device) -> float:
+    """KL(q || p) in nats a token between the two nets on the same weights, over the probe's rows:
+    what the sampler's numerics alone put between q and p (0 where both compute alike)."""
+    tokens = torch.tensor(sum(probe(learner.head.vocab_size), []), device=device)
+    positions = torch.cat([torch.arange(n, device=device) for n in LENGTHS])
+    log_q, log_p = (
+        net.head.logits(net.hidden(tokens, positions, PackedCausal(LENGTHS), []), [])
+        .double()
+        .log_softmax(-1)
+        for net in (sampler, learner)
+    )
+    return max(0.0, float((log_q.exp() * (log_q - log_p)).sum(-1).mean()))
+
+
 def check_architecture(config: Any, windows: dict[int, int | None], context: int) -> None:
     """Raise Invalid for what the probe is too short to show: layers that are not attention, and
     windows or chunks that the layers did not ask our attention for."""
