@@ -52,9 +52,7 @@ class Weights:
 
 
 class Checkpoints:
-    def __init__(
-        self, store: Store, settings: ServiceSettings, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, store: Store, settings: ServiceSettings, clock: Callable[[], float]) -> None:
         self._store = store
         self._settings = settings
         self._clock = clock
@@ -98,20 +96,6 @@ class Checkpoints:
     def expiry(self, ttl_seconds: int | None) -> float | None:
         return None if ttl_seconds is None else self._clock() + ttl_seconds
 
-    def clash(self, wanted: Checkpoint) -> Checkpoint | None:
-        """The checkpoint that stands under the wanted path with other contents or terms; None when
-        the path is free. A path that already holds just this raises `Same`."""
-        found = self.find(wanted.record.path)
-        if found is None:
-            return None
-        if (found.contents, found.ttl_seconds, found.record.user_metadata) == (
-            wanted.contents,
-            wanted.ttl_seconds,
-            wanted.record.user_metadata,
-        ):
-            raise Same(found.record.path)
-        return found
-
     def written(self, checkpoint: Checkpoint) -> SqlWrite:
         """The write that makes a checkpoint visible, in place of one under the same path."""
         return lambda db: _put(db, checkpoint)
@@ -124,8 +108,13 @@ class Checkpoints:
         paths.remove_folder(self.home, folder)
 
 
-class Same(Exception):
-    """Control flow: the path already holds exactly what is to be saved."""
+def same(standing: Checkpoint, wanted: Checkpoint) -> bool:
+    """Whether saving `wanted` would leave its path as it is."""
+    return (standing.contents, standing.ttl_seconds, standing.record.user_metadata) == (
+        wanted.contents,
+        wanted.ttl_seconds,
+        wanted.record.user_metadata,
+    )
 
 
 def exists_error(path: str) -> Invalid:

@@ -12,9 +12,16 @@ owner's id is answered with the words used for an unknown one. Knows no HTTP, no
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from trimtab.errors import Invalid, NotFound, Stopping, TrimtabError
+from trimtab.service import restart, sweep
+from trimtab.service.orders import Orders
+from trimtab.service.parts import join
 from trimtab.service.records import (
     CheckpointRecord,
     Codec,
@@ -26,9 +33,11 @@ from trimtab.service.records import (
     Promise,
     SamplerRecord,
 )
+from trimtab.service.sampling import Sampling
+from trimtab.service.sequences import Held
 from trimtab.service.settings import ServiceSettings
 from trimtab.service.store import Store
-from trimtab.types import BaseModelInfo, Request
+from trimtab.types import BaseModelInfo, Request, Sample
 
 __all__ = [
     "CheckpointRecord",
@@ -36,6 +45,7 @@ __all__ = [
     "Completion",
     "Completions",
     "Engine",
+    "Held",
     "ModelRecord",
     "Outcome",
     "Promise",
@@ -44,6 +54,8 @@ __all__ = [
     "ServiceSettings",
     "Store",
 ]
+
+log = logging.getLogger(__name__)
 
 
 class Service:
@@ -55,21 +67,79 @@ class Service:
         codec: Codec,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        raise NotImplementedError
+        self._parts = join(settings, store, engines, codec, clock)
+        self._orders = Orders(self._parts)
+        self._sampling = Sampling(self._parts)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self._storage_at = clock()
 
     # ---- life of the service
 
     async def start(self) -> None:
         """Start the samplers, settle what a previous process left unfinished, begin sweeping."""
-        raise NotImplementedError
+        for engine in self._parts.engines.values():
+            engine.sampler.start()
+        self._parts.lanes.start()
+        pending = await restart.recover(self._parts)
+        self._tasks = [
+            asyncio.create_task(restart.resume(self._parts, self._sampling, pending)),
+            asyncio.create_task(self._sweep_forever()),
+        ]
 
     async def stop(self) -> None:
         """Engines stop at their next micro-batch or decode step; what is pending stays journalled
         as pending; the store is closed. Returns within 10 s."""
-        raise NotImplementedError
+        if self._stopping:
+            return
+        self._stopping = True
+        parts, seconds = self._parts, self._parts.settings.stop_seconds
+        for task in self._tasks:
+            task.cancel()
+        parts.futures.release()
+        loop = asyncio.get_running_loop()
+        ends = []
+        for engine in parts.engines.values():
+            engine.learner.stop()
+            ends.append(loop.run_in_executor(None, engine.sampler.stop))
+        if ends:
+            await asyncio.wait(ends, timeout=seconds)
+        await parts.lanes.stop(seconds / 2)
+        await self._sampling.drain(1.0)
+        parts.futures.release()
+        parts.pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(parts.store.close)
+
+    async def sweep(self) -> None:
+        """Fail what waits for an id that never came, end sessions that fell silent, drop what is
+        past its time. Runs by itself once a second."""
+        parts = self._parts
+        for session in parts.sessions.expired():
+            await self._end(session.session_id, "expired", "no heartbeat", None)
+        await parts.lanes.sweep()
+        await sweep.sweep_sequences(parts)
+        if parts.clock() - self._storage_at >= parts.settings.storage_seconds:
+            self._storage_at = parts.clock()
+            await sweep.sweep_storage(parts)
+
+    async def _sweep_forever(self) -> None:
+        while not self._stopping:
+            await asyncio.sleep(self._parts.settings.sweep_seconds)
+            try:
+                await self.sweep()
+            except (OSError, TrimtabError, sqlite3.Error):  # a full disk; the next sweep may do
+                log.exception("a sweep failed")
 
     def models(self) -> tuple[BaseModelInfo, ...]:
-        raise NotImplementedError
+        return tuple(engine.info for engine in self._parts.engines.values())
+
+    def held(self) -> Held:
+        """What the registry of sequences holds."""
+        return self._parts.sequences.held()
+
+    def _running(self) -> None:
+        if self._stopping:
+            raise Stopping("the server is stopping; what is pending stays journalled")
 
     # ---- sessions
 
@@ -85,34 +155,60 @@ class Service:
         display_name: str | None = None,
     ) -> str:
         """A new session's id (uuid4); the same id again for an idempotency key seen before."""
-        raise NotImplementedError
+        self._running()
+        return await self._parts.sessions.create(
+            owner,
+            idempotency_key=idempotency_key,
+            tags=tags,
+            user_metadata=user_metadata or {},
+            sdk_version=sdk_version,
+            project_id=project_id,
+            display_name=display_name,
+        )
 
     async def heartbeat(self, owner: str, session_id: str) -> None:
         """Keep a session alive. Gone for a finished or expired one."""
-        raise NotImplementedError
+        self._running()
+        self._parts.sessions.heartbeat(owner, session_id)
 
     async def finish_session(
         self, owner: str, session_id: str, reason: str, detail: str | None = None
     ) -> None:
-        """End a session; the first reason wins, later operations are refused."""
-        raise NotImplementedError
+        """End a session; the first reason wins, later operations are refused. Its models finish
+        what can still run and are unloaded."""
+        self._running()
+        if not self._parts.sessions.owned(owner, session_id):
+            raise NotFound(f"session {session_id!r} is unknown")
+        await self._end(session_id, "finished", reason, detail)
+
+    async def _end(self, session_id: str, state: str, reason: str, detail: str | None) -> None:
+        if not await self._parts.sessions.end(session_id, state, reason, detail):
+            return
+        for model in self._parts.models.of_session(session_id):
+            await self._orders.unload(model, f"its session {state} ({reason})")
 
     # ---- requests with a future
 
     async def submit(self, owner: str, request: Request, kind: str, body: bytes) -> Promise:
         """Journal a request and queue it. A resend joins its first promise (or raises its first
         Invalid again); another body under a used id is Invalid."""
-        raise NotImplementedError
+        self._running()
+        if isinstance(request, Sample):
+            return await self._sampling.submit(owner, request, body)
+        return await self._orders.submit(owner, request, kind, body)
 
     async def reject(  # noqa: PLR0917 (all six say what was refused)
         self, owner: str, kind: str, key: str, seq_id: int, message: str, body: bytes
     ) -> None:
         """Use up (key, seq_id) as a failed request; key is a model or sampling session."""
-        raise NotImplementedError
+        self._running()
+        room = self._sampling if kind == "sample" else self._orders
+        await room.reject(owner, kind, key, seq_id, why=message, body=body)
 
     async def retrieve(self, owner: str, request_id: str, timeout: float) -> Outcome:
         """Wait up to `timeout` seconds. NotFound: never existed; Gone: no longer kept."""
-        raise NotImplementedError
+        self._running()
+        return await self._parts.futures.wait(owner, request_id, timeout)
 
     async def retrieve_many(  # noqa: PLR0917 (the fields of the poll, in its order)
         self,
@@ -125,11 +221,21 @@ class Service:
     ) -> Completions:
         """Sample requests of one client finished after `prev_cursor`; `timeout` None waits as long
         as the service holds a poll. Acknowledged results may be dropped."""
-        raise NotImplementedError
+        self._running()
+        self._parts.samplers.get(owner, sampling_session_id)
+        if retrieved_request_ids:
+            await self._parts.futures.ack(sampling_session_id, retrieved_request_ids)
+        hold = self._parts.settings.hold_seconds if timeout is None else timeout
+        return await self._parts.futures.wait_many(
+            sampling_session_id, cloned_sampler_id, prev_cursor, hold
+        )
 
     async def cancel(self, owner: str, request_id: str) -> None:
         """Stop a sample request; one that is finished stays as it is."""
-        raise NotImplementedError
+        self._running()
+        if self._parts.futures.kind(owner, request_id) != "sample":
+            raise Invalid(f"request {request_id!r} is not a sample; only samples can be cancelled")
+        self._sampling.cancel(request_id)
 
     # ---- sampling sessions, models, checkpoints
 
@@ -141,17 +247,23 @@ class Service:
         base_model: str | None = None,
         model_path: str | None = None,
     ) -> str:
-        raise NotImplementedError
+        self._running()
+        return await self._sampling.create_session(
+            owner, session_id, sampling_session_seq_id, base_model, model_path
+        )
 
     async def get_sampler(self, owner: str, sampling_session_id: str) -> SamplerRecord:
-        raise NotImplementedError
+        return self._parts.samplers.get(owner, sampling_session_id).record
 
     async def join_sampling_session(self, owner: str, sampling_session_id: str) -> int:
         """1, 2, ...: a number no other client of this sampling session was given."""
-        raise NotImplementedError
+        self._running()
+        sampler = self._parts.samplers.get(owner, sampling_session_id)
+        self._parts.sessions.get(owner, sampler.session_id)
+        return await self._parts.samplers.join(sampling_session_id)
 
     async def get_info(self, owner: str, model_id: str) -> ModelRecord:
-        raise NotImplementedError
+        return self._parts.models.get(owner, model_id).record
 
     async def weights_info(self, owner: str, tinker_path: str) -> CheckpointRecord:
-        raise NotImplementedError
+        return self._parts.checkpoints.get(owner, tinker_path).record

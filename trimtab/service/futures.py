@@ -80,9 +80,7 @@ class Futures:
 
     # ---- opening
 
-    async def once(
-        self, entry: Entry, accept: Callable[[], Awaitable[Promise]]
-    ) -> Promise:
+    async def once(self, entry: Entry, accept: Callable[[], Awaitable[Promise]]) -> Promise:
         """The promise of `accept()`, run at most once for this id. It goes on if the caller is
         cancelled, so a lost connection never leaves a request half accepted."""
         live = self._live.get(entry.request_id)
@@ -110,9 +108,7 @@ class Futures:
 
     async def open(self, entry: Entry, writes: Sequence[SqlWrite] = ()) -> None:
         """Journal a pending request and what its acceptance changes."""
-        self._live.setdefault(
-            entry.request_id, _Live(entry.owner, entry.kind, entry.digest)
-        )
+        self._live.setdefault(entry.request_id, _Live(entry.owner, entry.kind, entry.digest))
         now = self._clock()
 
         def write(db: sqlite3.Connection) -> None:
@@ -145,8 +141,15 @@ class Futures:
         self._settle(entry.request_id, Outcome("failed", error=error, category=category))
         self._tell(entry.key, entry.seq_id)
 
-    def used(self, request_id: str) -> bool:
-        return request_id in self._live or self._row(request_id) is not None
+    def kind(self, owner: str, request_id: str) -> str:
+        """What kind of request this owner's id is."""
+        live = self._live.get(request_id)
+        if live is not None and live.owner == owner:
+            return live.kind
+        row = self._row(request_id)
+        if row is None or row["owner"] != owner:
+            raise _unknown(request_id)
+        return str(row["kind"])
 
     def adopt(self, request_id: str, owner: str, kind: str, digest: bytes) -> None:
         """Hold a journalled pending request that this process will finish (after a restart)."""
@@ -252,9 +255,7 @@ class Futures:
             raise Gone(f"the result of request {request_id!r} is no longer kept")
         return Outcome("done", result["body"], row["content_type"])
 
-    async def wait_many(
-        self, key: str, clone: int, after: int, timeout: float
-    ) -> Completions:
+    async def wait_many(self, key: str, clone: int, after: int, timeout: float) -> Completions:
         """What finished for one sampling client after a cursor; held while there is nothing."""
         found = self._completions(key, clone, after)
         if found.items or timeout <= 0:

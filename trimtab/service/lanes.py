@@ -46,12 +46,12 @@ class Failed:
 @dataclass(frozen=True, slots=True)
 class Job:
     """`run` happens on the learner's thread, `settle` (journal the outcome) on the loop.
-    `failed` hears, on the loop, that the job did not succeed; `size` is its body's."""
+    `failed` hears, on the loop, with which words the job failed; `size` is its body's."""
 
     seq_id: int
     run: Callable[[], Done] | None
     settle: Callable[[Done | Failed], Awaitable[None]]
-    failed: Callable[[], None] = lambda: None
+    failed: Callable[[str], None] = lambda error: None
     size: int = 0
 
 
@@ -156,7 +156,7 @@ class Lanes:
         try:
             if outcome is not None:
                 if isinstance(outcome, Failed):
-                    job.failed()
+                    job.failed(outcome.error)
                 await job.settle(outcome)
                 if isinstance(outcome, Done) and outcome.after is not None:
                     outcome.after()
@@ -178,11 +178,13 @@ class Lanes:
     def admit(self, model_id: str, seq_id: int, size: int) -> None:
         """Raise if there is no place for this id: its turn has passed (Invalid), or too much is
         waiting already (Busy). The id whose turn is next is always let in."""
-        lane = self._lanes[model_id]
+        lane = self._lanes.get(model_id)
+        if lane is None or lane.last is not None:
+            raise Invalid(f"model {model_id!r} is being unloaded")
         if seq_id < lane.next_seq:
             raise Invalid(
                 f"seq_id {seq_id} of model {model_id!r} comes too late: the model waited for it,"
-                " gave up, and goes on with seq_id " + str(lane.next_seq)
+                f" gave up, and goes on with seq_id {lane.next_seq}"
             )
         full = len(lane.parked) >= self._max_parked or lane.bytes + size > self._max_bytes
         if full and seq_id != lane.next_seq:
@@ -194,28 +196,28 @@ class Lanes:
     async def put(self, model_id: str, job: Job) -> None:
         """Park a job until its turn. If the lane has gone past its id in the meantime (the gap
         timeout struck between admission and here), the job fails."""
-        lane = self._lanes[model_id]
-        if lane.last is not None or job.seq_id < lane.next_seq:
-            job.failed()
+        lane = self._lanes.get(model_id)
+        if lane is None or lane.last is not None or job.seq_id < lane.next_seq:
             error = f"seq_id {job.seq_id} of model {model_id!r} came too late to be run"
+            job.failed(error)
             await job.settle(Failed(error, "user"))
             return
         lane.parked[job.seq_id] = job
         lane.bytes += job.size
         self._look(lane)
 
-    def use_up(self, model_id: str, seq_id: int, failed: Callable[[], None]) -> None:
+    def use_up(self, model_id: str, seq_id: int, failed: Callable[[str], None]) -> None:
         """A refused id takes its turn: `failed` is called then, nothing runs."""
-        lane = self._lanes[model_id]
-        if seq_id >= lane.next_seq and lane.last is None:
+        lane = self._lanes.get(model_id)
+        if lane is not None and seq_id >= lane.next_seq and lane.last is None:
             lane.parked[seq_id] = Job(seq_id, None, _nothing, failed)
             self._look(lane)
 
     async def close(self, model_id: str, last: Job, why: str) -> bool:
         """Run what can still run, then `last`; what waits behind a missing id fails now. False if
         the lane is closing already."""
-        lane = self._lanes[model_id]
-        if lane.last is not None:
+        lane = self._lanes.get(model_id)
+        if lane is None or lane.last is not None:
             return False
         lane.last = last
         reach = lane.next_seq
@@ -230,7 +232,7 @@ class Lanes:
         if lane.queued:
             return
         while (job := lane.parked.get(lane.next_seq)) is not None and job.run is None:
-            lane.take().failed()
+            lane.take().failed("refused")
         if lane.ready:
             lane.queued, lane.blocked_at = True, None
             self._learners[lane.learner].lanes.put_nowait(lane)
@@ -265,11 +267,11 @@ class Lanes:
             lane.next_seq = after
         lane.blocked_at = None
         for seq, job in sorted(late.items()):
-            job.failed()
             error = (
                 f"seq_id {seq} of model {lane.model_id!r} was not run: seq_id {missing}, which"
                 f" comes before it, {why}"
             )
+            job.failed(error)
             await job.settle(Failed(error, "user"))
 
 

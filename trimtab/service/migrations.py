@@ -69,7 +69,6 @@ MIGRATIONS: tuple[tuple[int, str], ...] = (
             base_model      TEXT NOT NULL,
             model_path      TEXT,
             target          TEXT NOT NULL,
-            digest          BLOB,
             joined          INTEGER NOT NULL DEFAULT 0,
             created_at      REAL NOT NULL
         ) WITHOUT ROWID;

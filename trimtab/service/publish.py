@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trimtab.errors import Gone
@@ -31,9 +31,17 @@ def inflight(model_id: str) -> str:
 
 class Publisher:
     def __init__(
-        self, store: Store, engines: Mapping[str, Engine], home: Path, most: int
+        self,
+        store: Store,
+        engines: Mapping[str, Engine],
+        home: Path,
+        most: int,
+        clock: Callable[[], float],
     ) -> None:
         self._store = store
+        self._clock = clock
+        self._since = clock()
+        self._used: dict[str, float] = {}  # target: when it was last sampled from
         self._engines = engines
         self._home = home
         self._most = most
@@ -49,7 +57,13 @@ class Publisher:
             if target not in published:
                 return False
             published.move_to_end(target)
+            self._used[target] = self._clock()
             return True
+
+    def used_at(self, target: str) -> float:
+        """When a target was last sampled from, as far as this process knows."""
+        with self._lock:
+            return self._used.get(target, self._since)
 
     def ensure(self, base_model: str, target: str) -> None:
         """Publish a target that is not in memory. Gone if its weights are no longer kept."""
@@ -67,12 +81,13 @@ class Publisher:
     def retire(self, base_model: str, target: str) -> None:
         with self._publishing, self._lock:
             known = self._published[base_model].pop(target, self) is None
+            self._used.pop(target, None)
         if known:
             self._engines[base_model].sampler.retire(target)
 
     def runs(self, sequence: SampledSequence) -> tuple[Run, ...]:
-        """A sequence's weights versions with the step and model behind each. The version of a base
-        model, or one nobody knows any more, belongs to no model."""
+        """A sequence's weights versions with the step and model behind each: no model ("") for a
+        base model, "?" for weights nobody knows any more."""
         return tuple(
             (version, count, *self._origin(version)) for version, count in sequence.versions
         )
@@ -104,9 +119,11 @@ class Publisher:
         return WeightsRef(row["version"], row["base_model"], folder, row["step"])
 
     def _origin(self, version: str) -> tuple[int, str]:
+        if version.startswith(f"{BASE}:"):
+            return 0, ""
         with self._lock:
             known = self._origins.get(version)
         if known is not None:
             return known
         row = self._store.row("SELECT step, model_id FROM weights WHERE version = ?", (version,))
-        return (0, "") if row is None else (row["step"], row["model_id"])
+        return (0, "?") if row is None else (row["step"], row["model_id"])

@@ -37,7 +37,11 @@ class ServiceSettings:
     ephemeral_idle_seconds: float = DAY
     """Unnamed sampler weights unused for this long, and not a model's newest, are dropped."""
     sweep_seconds: float = 1.0
-    """How often gaps, expiries and storage are looked at."""
+    """How often gaps, silent sessions and expired sequences are looked at."""
+    storage_seconds: float = 60.0
+    """How often results, bodies, checkpoints and weights are looked at."""
+    hold_seconds: float = 25.0
+    """How long a poll without a timeout of its own is held."""
     sweep_batch: int = 500
     """Rows one step of a sweep deletes, so that no writer waits long behind it."""
     stop_seconds: float = 6.0

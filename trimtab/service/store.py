@@ -20,7 +20,7 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from trimtab.service.migrations import MIGRATIONS
 
 T = TypeVar("T")
 Write = Callable[[sqlite3.Connection], T]
+Parameters = Sequence[object] | Mapping[str, object]
 GROUP = 512  # writes in one transaction at most, so that the first of them never waits long
 
 
@@ -142,11 +143,11 @@ class Store:
 
     # ---- reading
 
-    def read(self, sql: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
+    def read(self, sql: str, parameters: Parameters = ()) -> list[sqlite3.Row]:
         """All rows, on this thread's own connection."""
         return self._reader().execute(sql, parameters).fetchall()
 
-    def row(self, sql: str, parameters: Sequence[object] = ()) -> sqlite3.Row | None:
+    def row(self, sql: str, parameters: Parameters = ()) -> sqlite3.Row | None:
         return cast("sqlite3.Row | None", self._reader().execute(sql, parameters).fetchone())
 
     def _reader(self) -> sqlite3.Connection:
