@@ -51,7 +51,9 @@ class Batch:
         return [np.where(m, v, 0.0) for m, v in zip(self.mask_D_N, values_D_N, strict=True)]
 
 
-def build(groups: Sequence[Group], *, smallest_group: int = 1) -> tuple[Batch, dict[str, int]]:
+def build(
+    groups: Sequence[Group], *, smallest_group: int = 1, mask_truncated: bool = False
+) -> tuple[Batch, dict[str, int]]:
     """The sequences that have a reward, and counts of those that were left out.
 
     `smallest_group` 2 leaves out a sequence whose group lost all others, since a baseline taken
@@ -60,15 +62,24 @@ def build(groups: Sequence[Group], *, smallest_group: int = 1) -> tuple[Batch, d
     kept: list[tuple[int, Trajectory]] = []
     left_out: Counter[str] = Counter()
     for group in groups:
-        graded = [t for t in group.trajectories if t.reward is not None]
+        good: list[Trajectory] = []
         for trajectory in group.trajectories:
-            if trajectory.reward is None:
-                left_out[trajectory.failure.partition(":")[0]] += 1
-        if len(graded) < smallest_group:
-            left_out["alone_in_group"] += len(graded)
-            continue
-        kept += [(group.index, trajectory) for trajectory in graded]
-    return _batch(kept), dict(left_out)
+            reason = _left_out(trajectory, mask_truncated)
+            if reason:
+                left_out[reason] += 1
+            else:
+                good.append(trajectory)
+        if len(good) < smallest_group:
+            left_out["alone_in_group"] += len(good)
+            good = []
+        kept += [(group.index, trajectory) for trajectory in good]
+    return _batch(kept), {reason: count for reason, count in left_out.items() if count}
+
+
+def _left_out(trajectory: Trajectory, mask_truncated: bool) -> str:
+    if trajectory.reward is None:
+        return trajectory.failure.partition(":")[0]
+    return "truncated" if mask_truncated and trajectory.completion.truncated else ""
 
 
 def _batch(kept: Sequence[tuple[int, Trajectory]]) -> Batch:

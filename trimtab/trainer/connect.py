@@ -1,0 +1,110 @@
+"""The server of a run: its address, its models, its checkpoints. Knows no tasks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import tinker
+from tinker.lib.retryable_exception import RetryableException
+
+from trimtab.errors import Invalid
+from trimtab.trainer.config import Config
+from trimtab.trainer.stopped import RESUME, Stopped
+
+LOCAL_KEY = "tml-local"  # a server on this machine takes any key, but the SDK wants one
+
+
+def address(config: Config) -> str | None:
+    return config.base_url or os.environ.get("TINKER_BASE_URL") or None
+
+
+def service_client(config: Config, purpose: str) -> tinker.ServiceClient:
+    """A client of the server that the options or the environment name."""
+    url = address(config)
+    if url is None:
+        raise Invalid(
+            "there is no server; give base_url=http://HOST:PORT or set TINKER_BASE_URL (the "
+            "command `trimtab train` starts one by itself)"
+        )
+    return tinker.ServiceClient(
+        base_url=url, api_key=_key(url), user_metadata={"trimtab_task": purpose}
+    )
+
+
+def _key(url: str) -> str | None:
+    known = any(os.environ.get(name) for name in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"))
+    local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
+    return LOCAL_KEY if local and not known else None
+
+
+@contextmanager
+def serving(config: Config, folder: Path) -> Iterator[tinker.ServiceClient]:
+    """A server in this process for one run, its checkpoints in the run's folder."""
+    import trimtab
+
+    if not config.model:
+        raise Invalid(
+            "there is no server and no model; give model=NAME to have one started here, or "
+            "base_url=http://HOST:PORT"
+        )
+    with trimtab.local(model=config.model, data_dir=folder / "server") as service:
+        yield service
+
+
+@dataclass(frozen=True)
+class Model:
+    """`context` None: the server does not say."""
+
+    name: str
+    context: int | None
+
+
+async def choose_model(rest: tinker.RestClient, wanted: str) -> Model:
+    """The model of that name, or the only one that can be trained."""
+    capabilities = await rest.get_server_capabilities()
+    models = {
+        m.model_name: Model(m.model_name, m.max_context_length)
+        for m in capabilities.supported_models
+        if m.model_name and m.trainable is not False
+    }
+    if not wanted and len(models) == 1:
+        return next(iter(models.values()))
+    if wanted in models:
+        return models[wanted]
+    # `trimtab.local(model="name=folder")` serves `name`.
+    if wanted.partition("=")[0] in models:
+        return models[wanted.partition("=")[0]]
+    offered = ", ".join(sorted(models)) or "none"
+    if not wanted:
+        raise Invalid(f"the server offers several models ({offered}); choose one with model=")
+    raise Invalid(f"model is {wanted!r}; the server offers {offered}")
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """A failure of the server as one sentence with the way to go on."""
+    try:
+        yield
+    except tinker.APIConnectionError as error:
+        raise Stopped(
+            f"the server cannot be reached ({error.message}); see that it runs, then {RESUME}"
+        ) from error
+    except tinker.RequestFailedError as error:
+        raise Stopped(f"the server failed a request: {_sentence(error)}; then {RESUME}") from error
+    except tinker.APIStatusError as error:
+        raise Stopped(f"the server refused a request: {_sentence(error)}") from error
+    except RetryableException as error:
+        raise Stopped(f"the server no longer knows a request ({error}); {RESUME}") from error
+
+
+def _sentence(error: Any) -> str:
+    body = getattr(error, "body", None)
+    if isinstance(body, dict) and isinstance(body.get("detail"), str):
+        return str(body["detail"])
+    return str(error).splitlines()[0]
