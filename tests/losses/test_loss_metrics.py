@@ -9,7 +9,7 @@ from tinker.lib.chunked_fwdbwd_helpers import REDUCE_MAP
 
 from trimtab.losses import LOSSES
 from trimtab.losses.experimental import EXPERIMENTAL
-from trimtab.losses.metrics import combine, extreme, mean, total
+from trimtab.losses.metrics import combine, counts, highest, lowest, means
 
 
 def test_sums_add_and_extremes_compare():
@@ -26,14 +26,17 @@ def test_sums_add_and_extremes_compare():
 def test_a_mean_is_two_sums_over_its_rows():
     rows = torch.tensor([True, False, True])
     values = torch.tensor([1.0, math.nan, 4.0])
-    columns = total({**mean("w", values, rows), **mean("none", values, torch.zeros(3) > 0)})
-    found = combine([columns | extreme("w", values, rows)])
+    columns = means(rows, {"w": values}) | means(torch.zeros(3) > 0, {"none": values})
+    columns |= highest("w", values, rows) | lowest("w", values, rows) | counts({"n": rows})
+    found = combine([columns])
     assert found == {
         "w/num:sum": 5.0,
         "w/den:sum": 2.0,
         "none/num:sum": 0.0,
         "none/den:sum": 0.0,
         "w:max": 4.0,
+        "w:min": 1.0,
+        "n:sum": 2.0,
     }
 
 

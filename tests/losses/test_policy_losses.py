@@ -208,13 +208,45 @@ def test_a_stale_row_without_advantage_changes_nothing_but_the_count(name):
     assert with_it[2]["ratio_clamped:sum"] == 1 and without[2]["ratio_clamped:sum"] == 0
 
 
-@pytest.mark.parametrize("name", RL)
-def test_a_stale_row_with_advantage_is_clamped_and_finite(name):
-    far = torch.tensor([-2.0, -91.0]), torch.tensor([-91.0, -2.0]), torch.tensor([1.0, -1.0])
-    value, grad, metrics = gradient(name, lambda p: inputs(p, *far[1:], torch.ones(2)), far[0])
-    assert abs(value) < 1e14 and torch.isfinite(grad).all()
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("importance_sampling", [0, 0]),
+        ("ppo", [0, 0]),
+        ("cispo", [-4, 0]),
+        ("dro", [-1, 1]),
+        ("gspo", [-1, 1]),
+    ],
+)
+def test_beyond_the_clamp_the_ratio_is_a_constant(name, wanted):
+    """log r = 89 with A = 1, and -89 with A = -1; their mean, gspo's, is 0."""
+    logp, logq, advantages = (torch.tensor(v) for v in ([-2.0, -91.0], [-91.0, -2.0], [1.0, -1.0]))
+    value, grad, metrics = gradient(
+        name, lambda p: inputs(p, logq, advantages, torch.ones(2)), logp
+    )
+    assert abs(value) < 1e14
+    close(grad, wanted, within=1e-6)
     assert metrics["ratio_clamped:sum"] == 2
     assert metrics["kl_sample_train_v2/num:sum"] == pytest.approx(900.0)
+
+
+def test_clipping_acts_on_one_side_for_each_sign_and_not_at_the_bound():
+    logq, ratios = table([-3.0] * 4), table([0.5, 2.0, 0.5, 2.0])
+    signs, logp = table([1, 1, -1, -1]), logq + ratios.log()
+
+    def slope(name, row, **config):
+        one = slice(row, row + 1)
+        made = gradient(
+            name, lambda p: inputs(p, logq[one], signs[one], torch.ones(1)), logp[one], **config
+        )
+        return made[1].item()
+
+    for name in ("ppo", "gspo"):
+        found = [slope(name, row, **WIDE) for row in range(4)]
+        assert found == pytest.approx([-0.5, 0, 0, 2])
+    at_bound = (logp - logq).exp()[1].item()
+    assert slope("ppo", 1, clip_high_threshold=at_bound) == pytest.approx(-2)
+    assert slope("ppo", 1, clip_high_threshold=at_bound - 1e-9) == 0
 
 
 def test_prompt_rows_are_not_counted_as_clamped():

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from trimtab.losses.base import Metrics
+
 REDUCE: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max, "min": min}
 
 
@@ -37,17 +39,26 @@ def _to_floats(outputs: Sequence[Mapping[str, float | Tensor]]) -> list[tuple[st
     return [(name, next(moved) if isinstance(v, Tensor) else float(v)) for name, v in pairs]
 
 
-def mean(name: str, values_N: Tensor, rows_N: Tensor) -> dict[str, Tensor]:
-    """The two columns of a mean of `values_N` over `rows_N` (bool); `total` sums them."""
-    return {f"{name}/num:sum": torch.where(rows_N, values_N, 0.0), f"{name}/den:sum": rows_N}
+def means(rows_N: Tensor, values: Mapping[str, Tensor]) -> Metrics:
+    """The two sums of the mean of each (N,) value over `rows_N` (bool)."""
+    masked = torch.where(rows_N, torch.stack(list(values.values())), 0.0)
+    sums = dict(zip(values, masked.float().sum(dim=-1).unbind(), strict=True))
+    count = rows_N.sum().float()
+    found: Metrics = {f"{name}/num:sum": sums[name] for name in sums}
+    return found | {f"{name}/den:sum": count for name in sums}
 
 
-def total(columns: Mapping[str, Tensor]) -> dict[str, float | Tensor]:
-    """Sum every (N,) column, float or bool, in one reduction."""
-    sums = torch.stack([column.float() for column in columns.values()]).sum(dim=-1)
-    return dict(zip(columns, sums.unbind(), strict=True))
+def counts(rows: Mapping[str, Tensor]) -> Metrics:
+    """`name:sum`, the number of rows, for each (N,) bool."""
+    sums = torch.stack(list(rows.values())).sum(dim=-1).float().unbind()
+    return {f"{name}:sum": found for name, found in zip(rows, sums, strict=True)}
 
 
-def extreme(name: str, values_N: Tensor, rows_N: Tensor) -> dict[str, float | Tensor]:
-    """`name:max` of `values_N` over `rows_N`, -inf over no rows."""
+def highest(name: str, values_N: Tensor, rows_N: Tensor) -> Metrics:
+    """`name:max` over `rows_N`, -inf over no rows."""
     return {f"{name}:max": torch.where(rows_N, values_N, -math.inf).float().amax()}
+
+
+def lowest(name: str, values_N: Tensor, rows_N: Tensor) -> Metrics:
+    """`name:min` over `rows_N`, +inf over no rows."""
+    return {f"{name}:min": torch.where(rows_N, values_N, math.inf).float().amin()}

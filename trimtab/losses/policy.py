@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trimtab.losses.base import Loss, LossInputs, LossOutputs, Metrics
-from trimtab.losses.metrics import mean, total
+from trimtab.losses.metrics import counts, means
 from trimtab.losses.rows import (
     PolicyRows,
     clamp_log_ratio,
@@ -38,7 +38,7 @@ def cross_entropy(inputs: LossInputs, config: Config) -> LossOutputs:
     weights = torch.ones_like(target) if weights is None else weights.to(target.dtype)
     active = weights != 0
     loss = -(weights * inert(active, target)).sum()
-    return LossOutputs(loss, total({"active_tokens:sum": active.flatten()}))
+    return LossOutputs(loss, counts({"active_tokens": active.flatten()}))
 
 
 def importance_sampling(inputs: LossInputs, config: Config) -> LossOutputs:
@@ -113,11 +113,8 @@ def _clipped(rows: PolicyRows, ratio_N: Tensor, config: Config, metrics: Metrics
 
 @torch.no_grad()
 def _clip_metrics(rows: PolicyRows, low_N: Tensor, high_N: Tensor) -> Metrics:
-    columns = {
-        **mean("clip_frac_low", low_N.float(), rows.active_N),
-        **mean("clip_frac_high", high_N.float(), rows.active_N),
-    }
-    return total(columns)
+    shares = {"clip_frac_low": low_N.float(), "clip_frac_high": high_N.float()}
+    return means(rows.active_N, shares)
 
 
 def _metrics(rows: PolicyRows) -> Metrics:

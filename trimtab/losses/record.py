@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trimtab.losses.base import LossInputs, Metrics, StabilityInputs
-from trimtab.losses.metrics import extreme, mean, total
+from trimtab.losses.metrics import highest, lowest, means
 from trimtab.losses.rows import (
     LOG_RATIO_LIMIT,
     clamp_log_ratio,
@@ -121,17 +121,13 @@ def record_metrics(rows: RecordedRows, inputs: LossInputs, kl_coeff: float) -> M
     stale_N = stability.learner_step - stability.version_step_N
     known_N = rows.sampled_N & ~stale_N.isnan()
     active_N = (rows.advantages_N != 0) | (rows.sampled_N & (kl_coeff > 0))
-    columns = {
-        **mean("tv", tv_N, rows.recorded_N),
-        **mean("head_mass", rows.q_NK.sum(-1), rows.recorded_N),
-        **mean("staleness", stale_N, known_N),
-    }
     return {
         **row_metrics(active_N, rows.advantages_N, rows.clamped_N),
         **ratio_metrics(rows.log_ratio_N, rows.logq_N, rows.recorded_N),
-        **total(columns),
-        **extreme("tv", tv_N, rows.recorded_N),
-        **extreme("staleness", stale_N, known_N),
-        "staleness:min": torch.where(known_N, stale_N, torch.inf).float().amin(),
+        **means(rows.recorded_N, {"tv": tv_N, "head_mass": rows.q_NK.sum(-1)}),
+        **means(known_N, {"staleness": stale_N}),
+        **highest("tv", tv_N, rows.recorded_N),
+        **highest("staleness", stale_N, known_N),
+        **lowest("staleness", stale_N, known_N),
         "kl_penalty:sum": kl_penalty(rows, kl_coeff).float() if kl_coeff > 0 else 0.0,
     }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trimtab.losses.base import LossInputs, Metrics
-from trimtab.losses.metrics import extreme, mean, total
+from trimtab.losses.metrics import counts, highest, means
 
 LOG_RATIO_LIMIT = 30.0  # exp(30) = 1e13 still squares and sums within float32
 
@@ -63,24 +63,25 @@ def ratio_metrics(log_ratio_N: Tensor, logq_N: Tensor, rows_N: Tensor) -> Metric
     l_N = inert(rows_N, log_ratio_N.detach())
     q_N = inert(rows_N, logq_N)
     r_N = l_N.exp()
-    columns = {
-        **mean("kl_sample_train_v1", -l_N, rows_N),
-        **mean("kl_sample_train_v2", 0.5 * l_N.square(), rows_N),
-        **mean("kl_sample_train_v3", r_N - 1 - l_N, rows_N),
-        **mean("entropy", -q_N, rows_N),
-        **mean("tv_binary", q_N.exp() * torch.expm1(l_N).abs(), rows_N),
-        **mean("is_weight", r_N, rows_N),
-        **mean("is_weight_sq", r_N.square(), rows_N),
+    values = {
+        "kl_sample_train_v1": -l_N,
+        "kl_sample_train_v2": 0.5 * l_N.square(),
+        "kl_sample_train_v3": r_N - 1 - l_N,
+        "entropy": -q_N,
+        "tv_binary": q_N.exp() * torch.expm1(l_N).abs(),
+        "is_weight": r_N,
+        "is_weight_sq": r_N.square(),
     }
-    return total(columns) | extreme("is_weight", r_N, rows_N)
+    return means(rows_N, values) | highest("is_weight", r_N, rows_N)
 
 
 @torch.no_grad()
 def row_metrics(active_N: Tensor, advantages_N: Tensor, clamped_N: Tensor) -> Metrics:
     """Counts that every RL loss reports."""
-    columns = {
-        "active_tokens:sum": active_N,
-        "num_action_tokens:sum": advantages_N != 0,
-        "ratio_clamped:sum": clamped_N,
-    }
-    return total(columns)
+    return counts(
+        {
+            "active_tokens": active_N,
+            "num_action_tokens": advantages_N != 0,
+            "ratio_clamped": clamped_N,
+        }
+    )

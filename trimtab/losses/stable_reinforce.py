@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trimtab.losses.base import Loss, LossInputs, LossOutputs, Metrics
-from trimtab.losses.metrics import mean, total
+from trimtab.losses.metrics import means
 from trimtab.losses.record import RecordedRows, kl_penalty, record_metrics, recorded_rows
 from trimtab.types import ConfigKey, LossSpec
 
@@ -118,13 +118,12 @@ def _centring(rows: RecordedRows) -> Tensor:
 @torch.no_grad()
 def _metrics(rows: RecordedRows, trace_N: Tensor, constants: Constants) -> Metrics:
     ratio_N = rows.log_ratio_N.exp()
-    negative_N, positive_N = rows.advantages_N < 0, rows.advantages_N > 0
-    columns = {
-        **mean("negative_weight", ratio_N.clamp(max=1), negative_N),
-        **mean("negative_trace", trace_N, negative_N),
-        **mean("positive_weight", (constants.positive_factor * ratio_N).clamp(max=1), positive_N),
+    positive_weight_N = (constants.positive_factor * ratio_N).clamp(max=1)
+    negative = {"negative_weight": ratio_N.clamp(max=1), "negative_trace": trace_N}
+    return {
+        **means(rows.advantages_N < 0, negative),
+        **means(rows.advantages_N > 0, {"positive_weight": positive_weight_N}),
     }
-    return total(columns)
 
 
 SPEC = LossSpec(
