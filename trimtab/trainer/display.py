@@ -98,7 +98,7 @@ class Display:
 
     def say(self, text: str) -> None:
         if self.kind != "none":
-            self.console.print(Text(text))
+            self.console.print(Text(text), soft_wrap=True)
 
     def warn(self, kind: str, text: str) -> None:
         """The first few of a kind are told; the rest are counted where they are counted."""
@@ -108,7 +108,7 @@ class Display:
         more = (
             " (further ones only in failures.jsonl)" if self.warned[kind] == WARNINGS_SHOWN else ""
         )
-        self.console.print(Text(f"warning: {text}{more}", style="yellow"))
+        self.console.print(Text(f"warning: {text}{more}", style="yellow"), soft_wrap=True)
 
     def working(self, phase: str) -> None:
         self.phase = phase

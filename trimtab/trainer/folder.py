@@ -61,19 +61,18 @@ class Folder:
     def __enter__(self) -> Folder:
         with told(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / "run.lock", "a+", encoding="utf-8")
+            lock = open(self.path / "run.lock", "a+", encoding="utf-8")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self._lock.seek(0)
-            owner = self._lock.read().strip() or "another process"
             raise Invalid(
-                f"{self.path} is in use by a run of {owner}; wait for it, or choose another folder "
-                "with log_path="
+                f"{self.path} is in use by a run of {_owner(lock)}; wait for it, or choose "
+                "another folder with log_path="
             ) from error
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()}")
-        self._lock.flush()
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()}")
+        lock.flush()
+        self._lock = lock
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,6 +137,12 @@ class Folder:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, path)
+
+
+def _owner(lock: IO[str]) -> str:
+    with lock:
+        lock.seek(0)
+        return lock.read().strip() or "another process"
 
 
 def _parsed(line: str) -> dict[str, Any] | None:
