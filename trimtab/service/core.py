@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from trimtab.errors import Invalid, NotFound, Stopping, TrimtabError
-from trimtab.service import restart, sweep
+from trimtab.service import ids, restart, sweep
 from trimtab.service.orders import Orders
 from trimtab.service.parts import join
 from trimtab.service.records import (
@@ -103,7 +103,9 @@ class Service:
             engine.learner.stop()
             ends.append(loop.run_in_executor(None, engine.sampler.stop))
         if ends:
-            await asyncio.wait(ends, timeout=seconds)
+            done, _ = await asyncio.wait(ends, timeout=seconds)
+            for error in filter(None, (end.exception() for end in done)):
+                log.error("a sampler did not stop well", exc_info=error)
         await parts.lanes.stop(seconds / 2)
         await self._sampling.drain(1.0)
         parts.futures.release()
@@ -223,6 +225,8 @@ class Service:
         as the service holds a poll. Acknowledged results may be dropped."""
         self._running()
         self._parts.samplers.get(owner, sampling_session_id)
+        ids.check_seq("cloned_sampler_id", cloned_sampler_id)
+        ids.check_seq("prev_cursor", prev_cursor)
         if retrieved_request_ids:
             await self._parts.futures.ack(sampling_session_id, retrieved_request_ids)
         hold = self._parts.settings.hold_seconds if timeout is None else timeout

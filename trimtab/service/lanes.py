@@ -266,13 +266,15 @@ class Lanes:
         if lane.next_seq == missing:
             lane.next_seq = after
         lane.blocked_at = None
+        settled = []
         for seq, job in sorted(late.items()):
             error = (
                 f"seq_id {seq} of model {lane.model_id!r} was not run: seq_id {missing}, which"
                 f" comes before it, {why}"
             )
             job.failed(error)
-            await job.settle(Failed(error, "user"))
+            settled.append(job.settle(Failed(error, "user")))
+        await asyncio.gather(*settled)
 
 
 _STOP = Lane("", "")

@@ -62,11 +62,11 @@ class Samplers:
 
     async def join(self, sampler_id: str) -> int:
         def write(db: sqlite3.Connection) -> int:
-            row = db.execute(
-                "UPDATE samplers SET joined = joined + 1 WHERE sampler_id = ? RETURNING joined",
-                (sampler_id,),
-            ).fetchone()
-            return int(row["joined"])
+            db.execute(
+                "UPDATE samplers SET joined = joined + 1 WHERE sampler_id = ?", (sampler_id,)
+            )
+            row = db.execute("SELECT joined FROM samplers WHERE sampler_id = ?", (sampler_id,))
+            return int(row.fetchall()[0]["joined"])
 
         return await self._store.write(write)
 

@@ -23,12 +23,15 @@ from trimtab.service.parts import Parts
 
 Step = Callable[[sqlite3.Connection], int]
 PAUSE = 0.005  # seconds between two steps of one sweep
+GRACE = (
+    60.0  # seconds an expired sequence stays on disk: a use of its last moment may be on its way
+)
 SUPERSEDED = 60.0  # seconds an inflight version is kept after the next one took its place
 
 
 async def sweep_sequences(parts: Parts) -> None:
-    now, batch = parts.clock(), parts.settings.sweep_batch
-    await _repeat(parts, lambda db: sequences.sweep(db, now, batch))
+    before, batch = parts.clock() - GRACE, parts.settings.sweep_batch
+    await _repeat(parts, lambda db: sequences.sweep(db, before, batch))
 
 
 async def sweep_storage(parts: Parts) -> None:
