@@ -25,7 +25,7 @@ from trimtab.errors import Invalid
 if TYPE_CHECKING:
     import uvicorn
 
-    from trimtab.service.core import Engine, Service
+    from trimtab.service.core import Engine, Service, Store
     from trimtab.wire.calls import Gate, WireSettings
     from trimtab.wire.codec import WireCodec
 
@@ -78,14 +78,14 @@ def load_engines(config: ServerConfig, progress: Progress) -> dict[str, Engine]:
     return engines
 
 
-def build(config: ServerConfig, engines: dict[str, Engine]) -> Service:
-    """The service over its data directory. Quick; call it on the loop that will run it."""
-    from trimtab.service.core import Service, ServiceSettings, Store
+def build(config: ServerConfig, store: Store, engines: dict[str, Engine]) -> Service:
+    """The service over its store. Quick; call it on the loop that will run it."""
+    from trimtab.service.core import Service, ServiceSettings
 
     settings = ServiceSettings(
         head_k=config.stability_top_k, max_pending_samples=config.max_pending_samples
     )
-    return Service(settings, Store(config.data_dir), engines, codec(config))
+    return Service(settings, store, engines, codec(config))
 
 
 def codec(config: ServerConfig) -> WireCodec:
@@ -135,8 +135,7 @@ class Server:
         self._progress = progress
         self._listener = _listen(config.host, config.port)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stopping = threading.Event()
-        self._stop_on_loop: asyncio.Event | None = None
+        self._stopped = asyncio.Event()
         self.serving = threading.Event()
 
     @property
@@ -147,19 +146,17 @@ class Server:
 
     def stop(self) -> None:
         """Ask for the end, from any thread, at any time, any number of times."""
-        self._stopping.set()
-        if self._loop is not None and self._stop_on_loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-                self._loop.call_soon_threadsafe(self._stop_on_loop.set)
+        if self._loop is None:
+            self._stopped.set()
+            return
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            self._loop.call_soon_threadsafe(self._stopped.set)
 
     async def serve(self) -> None:
         from trimtab.wire.app import create_app
         from trimtab.wire.calls import Gate
 
         self._loop = asyncio.get_running_loop()
-        self._stop_on_loop = asyncio.Event()
-        if self._stopping.is_set():
-            self._stop_on_loop.set()
         gate = Gate()
         app = create_app(gate, wire_settings(self.config), codec(self.config))
         http = _http_server(app)
@@ -173,21 +170,32 @@ class Server:
             self._listener.close()
 
     async def _live(self, gate: Gate) -> None:
-        """Load, open, wait for the end, close."""
-        assert self._stop_on_loop is not None
-        stop = asyncio.ensure_future(self._stop_on_loop.wait())
+        """Take the data directory, load, open, wait for the end, close."""
+        from trimtab.service.core import Store
+
+        store = Store(self.config.data_dir)  # first: loading is long, and another may have it
+        try:
+            engines = await self._loaded()
+            if engines is not None:
+                await self._serving(gate, build(self.config, store, engines))
+        finally:
+            store.close()
+
+    async def _loaded(self) -> dict[str, Engine] | None:
+        """The engines, or None when the end came first."""
+        stop = asyncio.ensure_future(self._stopped.wait())
         loading = _in_thread(lambda: load_engines(self.config, self._progress))
         either: set[asyncio.Future[Any]] = {stop, loading}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if stop.done():
-            return
-        service = build(self.config, loading.result())
+        return None if stop.done() else loading.result()
+
+    async def _serving(self, gate: Gate, service: Service) -> None:
         try:
             await service.start()
             self._ready(self)
             gate.open(service)
             self.serving.set()
-            await stop
+            await self._stopped.wait()
         finally:
             gate.close()
             await service.stop()

@@ -2,6 +2,7 @@
 field and the rule, while another client trains on undisturbed.
 """
 
+import itertools
 import socket
 import threading
 import time
@@ -49,7 +50,11 @@ def ids(http):
     model = http.post("/retrieve_future", json=promise).json()["model_id"]
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL}
     sampler = http.post("/create_sampling_session", json=body).json()["sampling_session_id"]
-    counters = {"train": iter(range(1, 10**6)), "sample": iter(range(10**6))}
+    counters = {
+        "train": itertools.count(1),
+        "sample": itertools.count(),
+        "models": itertools.count(),
+    }
     return {"session": session, "model": model, "sampler": sampler, **counters}
 
 
@@ -60,6 +65,15 @@ def refused(response, status, words):
     text = response.json()["detail"]
     assert words in text, text
     assert "\n" not in text and "Traceback" not in text
+
+
+def failed(http, response, words):
+    """Accepted, as only its turn could tell, and then failed as the user's fault."""
+    assert response.status_code == 200, response.text
+    request_id = response.json()["request_id"]
+    found = http.post("/retrieve_future", json={"request_id": request_id})
+    assert found.status_code == 200 and found.json()["category"] == "user"
+    assert words in found.json()["error"], found.text
 
 
 # ------------------------------------------------------------------ forward_backward
@@ -93,7 +107,7 @@ def span(kind, sequence_id, offset, length):
 
 WRONG_DATA = {
     "empty data": ([], "cross_entropy", {}, "data"),
-    "empty input": ([datum(tokens=())], "cross_entropy", {}, "data[0]"),
+    "empty input": ([datum(tokens=())], "cross_entropy", {}, "model_input has 0 tokens"),
     "over the context": (
         [datum(tokens=(1,) * 300, target_tokens=ints([1] * 300))], "cross_entropy", {}, "256"
     ),
@@ -107,7 +121,7 @@ WRONG_DATA = {
     "weight NaN": ([datum(weights=floats([1, np.nan]))], "cross_entropy", {}, "weights"),
     "weight inf": ([datum(weights=floats([1, np.inf]))], "cross_entropy", {}, "weights"),
     "advantage NaN": ([rl(advantages=floats([1, np.nan]))], "ppo", {}, "advantages"),
-    "advantage inf": ([rl(advantages=floats([-np.inf, 1]))], "gspo", {}, "advantages"),
+    "advantage inf": ([rl(advantages=floats([-np.inf, 1]))], "dro", {}, "advantages"),
     "no advantages": ([datum(logprobs=floats([-1, -1]))], "cispo", {}, "advantages"),
     "unknown input": ([datum(mask=floats([1, 1]))], "cross_entropy", {}, "mask"),
     "unknown loss": ([datum()], "crossentropy", {}, "crossentropy"),
@@ -174,7 +188,6 @@ def test_broken_bodies(http, ids):
     refused(forward_backward(http, torn, **{"Content-Encoding": "zstd"}), 400, "broken zstd")
     refused(forward_backward(http, body, **{"Content-Encoding": "zstd"}), 400, "broken zstd")
     refused(forward_backward(http, body, **{"Content-Encoding": "gzip"}), 400, "Content-Encoding")
-    next(ids["train"])
 
 
 def test_a_bomb_and_a_gigabyte(http, server, ids):
@@ -186,7 +199,7 @@ def test_a_bomb_and_a_gigabyte(http, server, ids):
         head = f"POST /api/v1/asample HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEY}\r\n"
         connection.sendall(f"{head}Content-Length: {2**30}\r\n\r\n".encode())
         assert connection.recv(4096).startswith(b"HTTP/1.1 413")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
 
 
 # ------------------------------------------------------------------ models, weights, ids
@@ -203,8 +216,8 @@ def test_a_bomb_and_a_gigabyte(http, server, ids):
             {"lora_config": {"train_mlp": False, "train_attn": False, "train_unembed": False}},
             400, "train_",
         ),
-        ({"base_model": "org/other"}, 404, MODEL),
-        ({"base_model": ""}, 404, "base_model"),
+        ({"base_model": "org/other"}, 400, f"'org/other' is not served here; allowed are {MODEL}"),
+        ({"base_model": ""}, 400, "base_model"),
         ({"optimizer_config": {"type": "dimuon", "version": 1}}, 400, "dimuon"),
         ({"session_id": "0b8fd3f2-0000-4000-8000-000000000000"}, 404, "session"),
         ({"session_id": "x" * 5000}, 404, "session"),
@@ -213,41 +226,43 @@ def test_a_bomb_and_a_gigabyte(http, server, ids):
     ],
 )  # fmt: skip
 def test_wrong_models(http, ids, changes, status, words):
-    body = {"session_id": ids["session"], "model_seq_id": 77, "base_model": MODEL} | changes
+    number = 100 + next(ids["models"])
+    body = {"session_id": ids["session"], "model_seq_id": number, "base_model": MODEL} | changes
     refused(http.post("/create_model", json=body), status, words)
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", ".", "a\x00b", "x" * 300, "", "a:b", " ", "a\nb"])
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "a\x00b", "x" * 300, "", " ", "a\nb"])
 def test_wrong_names(http, ids, name):
     for route in ("save_weights", "save_weights_for_sampler"):
         body = {"model_id": ids["model"], "seq_id": next(ids["train"]), "path": name}
-        refused(http.post(f"/{route}", json=body), 400, "path")
+        refused(http.post(f"/{route}", json=body), 400, "checkpoint name")
 
 
 @pytest.mark.parametrize(
-    ("path", "status"),
+    ("path", "words"),
     [
-        ("tinker://x:train:0/weights/a", 404),
-        ("tinker://{model}/weights/none", 404),
-        ("tinker://{model}/weights/../a", 400),
-        ("tinker://{model}/weights/..", 400),
-        ("tinker://{model}/other/a", 400),
-        ("/etc/passwd", 400),
-        ("tinker://", 400),
-        ("tinker://{model}/weights/a\x00", 400),
-        ("", 400),
+        ("tinker://{model}/weights/../a", "path"),
+        ("tinker://{model}/weights/..", "'..'"),
+        ("tinker://{model}/other/a", "path"),
+        ("/etc/passwd", "path"),
+        ("tinker://", "path"),
+        ("tinker://{model}/weights/a\x00", "control character"),
+        ("", "path"),
     ],
 )
-def test_wrong_paths(http, ids, path, status):
+def test_wrong_paths(http, ids, path, words):
     path = path.format(**ids)
-    body = {
-        "model_id": ids["model"],
-        "seq_id": next(ids["train"]),
-        "path": path,
-        "optimizer": False,
-    }
-    refused(http.post("/load_weights", json=body), status, "path")
-    refused(http.post("/weights_info", json={"tinker_path": path}), status, "path")
+    body = {"model_id": ids["model"], "seq_id": next(ids["train"]), "path": path}
+    refused(http.post("/load_weights", json=body | {"optimizer": False}), 400, words)
+    refused(http.post("/weights_info", json={"tinker_path": path}), 400, words)
+
+
+@pytest.mark.parametrize("path", ["tinker://x:train:0/weights/a", "tinker://{model}/weights/none"])
+def test_paths_of_nothing(http, ids, path):
+    path = path.format(**ids)
+    body = {"model_id": ids["model"], "seq_id": next(ids["train"]), "path": path}
+    failed(http, http.post("/load_weights", json=body | {"optimizer": False}), path)
+    refused(http.post("/weights_info", json={"tinker_path": path}), 404, path)
 
 
 def test_ids_nobody_has(http, ids):
@@ -269,8 +284,13 @@ def test_ids_nobody_has(http, ids):
     {"weight_decay": -1}, {"grad_clip_norm": -1},
 ])  # fmt: skip
 def test_wrong_steps(http, ids, params):
-    body = {"model_id": ids["model"], "seq_id": next(ids["train"]), "adam_params": params}
-    refused(http.post("/optim_step", json=body), 400, next(iter(params)))
+    def step(params):
+        body = {"model_id": ids["model"], "seq_id": next(ids["train"]), "adam_params": params}
+        return http.post("/optim_step", json=body)
+
+    step({})  # whatever failed before it has dropped its window by now
+    forward_backward(http, message(ids, [datum()]).SerializeToString())
+    failed(http, step(params), next(iter(params)))
 
 
 # ------------------------------------------------------------------ samples
@@ -289,7 +309,7 @@ WRONG_SAMPLES = {
     "cold": ({"sampling_params": {"temperature": -1}}, "temperature"),
     "top_p 0": ({"sampling_params": {"top_p": 0}}, "top_p"),
     "top_p 2": ({"sampling_params": {"top_p": 2}}, "top_p"),
-    "top_k 0": ({"sampling_params": {"top_k": 0}}, "top_k"),
+    "top_k": ({"sampling_params": {"top_k": -2}}, "top_k"),
     "stop id": ({"sampling_params": {"stop": [99999]}}, "stop"),
     "last_n alone": ({"prompt_logprobs_last_n": 1}, "prompt_logprobs_last_n"),
     "last_n long": ({"prompt_logprobs": True, "prompt_logprobs_last_n": 9}, "logprobs_last_n"),
@@ -324,8 +344,8 @@ def test_a_sampler_of_nothing(http, ids):
         body = {"session_id": ids["session"], "sampling_session_seq_id": 9} | fields
         return http.post("/create_sampling_session", json=body)
 
-    refused(create(base_model="org/other"), 404, MODEL)
-    refused(create(model_path="tinker://x/sampler_weights/a"), 404, "path")
+    refused(create(base_model="org/other"), 400, MODEL)
+    refused(create(model_path="tinker://x/sampler_weights/a"), 404, "tinker://x")
     refused(create(model_path="file:///etc"), 400, "path")
     refused(create(), 400, "base_model")
 

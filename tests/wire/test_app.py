@@ -190,7 +190,9 @@ def test_a_bomb_is_refused_and_uses_up_its_place(server):
     headers = {"Content-Encoding": "zstd"}
     response = server.client.post("/forward_backward", content=bomb, headers=headers)
     assert "after decompression" in detail(response, 413)
-    assert server.service.calls[0][:5] == ("reject", "local", "forward_backward", "S:train:0", 5)
+    (call,) = server.service.calls
+    assert call[:5] == ("reject", "local", "forward_backward", "S:train:0", 5)
+    assert call[6] == bomb
 
 
 def test_a_compressed_body_is_journalled_plain(server):

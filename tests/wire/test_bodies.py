@@ -1,6 +1,7 @@
 """Compressed bodies, their limits, and the place a broken body still had in its queue."""
 
 import json
+import time
 
 import pytest
 import zstandard
@@ -68,6 +69,9 @@ def test_a_body_without_a_place_has_none():
     assert place("forward_backward", b"") is None
     assert place("forward_backward", body_of()[:5]) is None
     assert place("forward_backward", b"\xff" * 20) is None
+    started = time.monotonic()
+    assert place("forward_backward", bytes(10**8)) is None
+    assert time.monotonic() - started < 0.5
     assert place("optim_step", b"{") is None
     assert place("optim_step", b'{"model_id": 3, "seq_id": 1}') is None
     assert place("create_model", b'{"model_id": "a", "seq_id": 1}') is None

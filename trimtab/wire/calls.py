@@ -92,14 +92,18 @@ class Call:
         return Fields.parse(self.body or b"{}")
 
     async def inflated(self) -> tuple[bytes, UserError | None]:
+        """The body as it was before its Content-Encoding; see `codec.inflate`."""
         encoding = self.request.headers.get("content-encoding", "").lower()
-        return await self.aside(inflate, self.body, encoding, self.settings.max_body_bytes)
+        if not encoding:
+            return self.body, None
+        limit = self.settings.max_body_bytes
+        return await asyncio.to_thread(inflate, self.body, encoding, limit)
 
-    async def aside(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run `function`, on a worker thread where the body is large enough to hold the loop up."""
-        if len(self.body) < _INLINE:
-            return function(*arguments)
-        return await asyncio.to_thread(function, *arguments)
+    async def aside(self, function: Callable[[str, bytes], T], kind: str, body: bytes) -> T:
+        """Read `body`, on a worker thread where it is large enough to hold the loop up."""
+        if len(body) < _INLINE:
+            return function(kind, body)
+        return await asyncio.to_thread(function, kind, body)
 
     async def held(self, work: Coroutine[Any, Any, T]) -> T:
         """A long poll: the answer, or an end as soon as the client leaves or the server stops."""

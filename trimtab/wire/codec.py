@@ -103,25 +103,22 @@ def _json_place(kind: str, body: bytes) -> tuple[object, object]:
 
 
 def _proto_place(body: bytes) -> tuple[object, object]:
-    """Fields 1 (text) and 2 (varint) from the front of a message, however its rest is broken."""
-    found: dict[int, object] = {}
-    at = 0
+    """Fields 1 (text) and 2 (varint), which writers put first, however the rest is broken."""
     try:
-        while len(found) < 2:
-            tag, at = _varint(body, at)
-            if tag & 7 == 0:
-                value, at = _varint(body, at)
-                found.setdefault(tag >> 3, value)
-            elif tag & 7 == 2:
-                size, at = _varint(body, at)
-                if tag >> 3 == 1:
-                    found[1] = body[at : at + size].decode()
-                at += size
-            else:
-                break
+        at = _expect(body, 0, tag=1 << 3 | 2)
+        size, at = _varint(body, at)
+        key = body[at : at + size].decode()
+        at = _expect(body, at + size, tag=2 << 3 | 0)
+        seq_id, _ = _varint(body, at)
     except (IndexError, UnicodeDecodeError):
-        pass
-    return found.get(1), found.get(2)
+        return None, None
+    return key, seq_id
+
+
+def _expect(body: bytes, at: int, tag: int) -> int:
+    if body[at] != tag:
+        raise IndexError
+    return at + 1
 
 
 def _varint(body: bytes, at: int) -> tuple[int, int]:

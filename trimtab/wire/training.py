@@ -73,13 +73,14 @@ async def _read(call: Call, kind: str) -> tuple[bytes, Request]:
 
 
 async def _use_up(call: Call, kind: str, body: bytes, error: UserError) -> None:
+    """Journal the place of a bad body, with the body as it came: a bomb stays small."""
     found = await call.aside(place, kind, body)
     if found is None:
         return
     key, seq_id = found
     # Somebody else's model, or an id already used: the client hears of its bad body either way.
     with contextlib.suppress(UserError):
-        await call.service.reject(call.owner, kind, key, seq_id, error.message, body)
+        await call.service.reject(call.owner, kind, key, seq_id, error.message, call.body)
 
 
 async def get_info(call: Call) -> Response:
