@@ -86,6 +86,28 @@ def test_chunks_are_sent_first_one_last_and_run_in_order(fresh, service, monkeyp
     )
 
 
+def test_a_client_whose_switches_stand_the_other_way_works_too(server):
+    """Compressed bodies, chunks one after the other, a poll for each sample."""
+    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    switches = service.holder._client_config.model_copy(
+        update={
+            "proto_compress_fwdbwd": True,
+            "parallel_fwdbwd_chunks": False,
+            "sample_use_retrieve_futures": False,
+        }
+    )
+    service.holder._client_config = service.holder._constructor_kwargs["_client_config"] = switches
+    training = service.create_lora_training_client(MODEL, rank=4).result()
+    output = training.forward_backward(batch(3), "cross_entropy").result()
+    assert [found.size for found in logprobs(output)] == [3, 4, 5]
+    sampler = training.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=3)
+    futures = [sampler.sample(prompt(5, 6), 1, params) for _ in range(5)]
+    assert all(1 <= len(future.result().sequences[0].tokens) <= 3 for future in futures)
+    assert sampler._get_futures_poller() is None
+    service.close("success").result(10)
+
+
 def test_forward_leaves_the_gradients_alone(fresh, service):
     other = service.create_lora_training_client(MODEL, rank=4, seed=1).result()
     fresh.forward_backward(batch(1), "cross_entropy")

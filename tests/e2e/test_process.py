@@ -113,6 +113,37 @@ def test_a_term_while_loading_and_one_server_a_data_directory(flags):
         assert first.wait(10) == 0
 
 
+def test_a_session_outlives_the_server(serving, model_folder, tmp_path):
+    """After a restart at the same address the same client hears what was lost, loads what it had
+    saved, and samples on.
+    """
+    config = {
+        "model": (f"{MODEL}={model_folder}",),
+        "data_dir": tmp_path,
+        "port": free_port(),
+        "micro_batch_tokens": 256,
+    }
+    with serving(**config) as server:
+        service = tinker.ServiceClient(base_url=server.url, api_key="tml-local")
+        training = service.create_lora_training_client(MODEL, rank=4, seed=1).result()
+        base = service.create_sampling_client(base_model=MODEL).result()
+        data = [datum([1 + (i + j) % 250 for i in range(200)]) for j in range(60)]
+        path = training.save_state("kept").result().path
+        before = training.forward(data[:1], "cross_entropy").result().metrics["loss:sum"]
+        future = training.forward_backward(data, "cross_entropy")
+        time.sleep(0.3)
+        assert not future.future().done()
+    with serving(**config):
+        with pytest.raises(tinker.RequestFailedError, match="lost its weights"):
+            future.result(60)
+        resumed = service.create_training_client_from_state_with_optimizer(path).result()
+        after = resumed.forward(data[:1], "cross_entropy").result().metrics["loss:sum"]
+        assert after == before
+        params = types.SamplingParams(max_tokens=2)
+        assert base.sample(prompt(5), 1, params).result(60).sequences[0].tokens
+        service.close("success").result(10)
+
+
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
