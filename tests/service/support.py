@@ -50,6 +50,7 @@ T = TypeVar("T")
 V = 64
 BAD = 13  # a target token that makes the learner fail in execution
 OWNER = "me"
+QUIET = ServiceSettings(sweep_seconds=3600.0)  # sweeps are called by hand
 RATIO = {"target_tokens": "required", "logprobs": "required", "advantages": "required"}
 LOSSES = {
     spec.name: spec
@@ -269,7 +270,7 @@ class World:
     """One data directory, over which services come and go."""
 
     path: Path
-    settings: ServiceSettings = ServiceSettings(sweep_seconds=3600.0)
+    settings: ServiceSettings = QUIET
     clock: Clock = field(default_factory=Clock)
     learner: SumLearner = field(default_factory=SumLearner)
     sampler: CountSampler = field(default_factory=CountSampler)

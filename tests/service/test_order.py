@@ -6,6 +6,10 @@ import asyncio
 
 import pytest
 
+from trimtab.errors import Busy, Gone, Invalid, NotFound
+from trimtab.service.core import ServiceSettings
+from trimtab.types import CreateModel, LoraConfig, UnloadModel
+
 from .support import (
     BAD,
     OWNER,
@@ -19,9 +23,6 @@ from .support import (
     run,
     submit,
 )
-from trimtab.errors import Busy, Gone, Invalid, NotFound
-from trimtab.service.core import ServiceSettings
-from trimtab.types import CreateModel, LoraConfig, UnloadModel
 
 
 @pytest.fixture
@@ -157,7 +158,7 @@ def test_a_missing_id_fails_what_waits_after_the_gap_timeout(world):
             for promise in waiting:
                 text = await error(service, promise)
                 assert text.startswith("user: ") and "seq_id 1, which comes before it" in text
-            with pytest.raises(Invalid, match="seq_id 1 .* too late"):
+            with pytest.raises(Invalid, match=r"seq_id 1 .* too late"):
                 await submit(service, forward_backward(m, 1, [1]))
             step = await submit(service, optim_step(m, 4))  # the lane goes on, its window spoiled
             assert "seq_id 1, 2 failed" in await error(service, step)

@@ -1,0 +1,181 @@
+"""What a new process makes of the journal of the one before, and how a service stops."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+
+import numpy as np
+import pytest
+
+from trimtab.errors import Stopping
+from trimtab.types import SaveWeights, SaveWeightsForSampler
+
+from .support import (
+    OWNER,
+    World,
+    error,
+    forward_backward,
+    new_model,
+    new_sampler,
+    optim_step,
+    outcome,
+    result,
+    run,
+    sample,
+    submit,
+)
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+def test_models_are_lost_with_one_sentence_that_names_the_last_checkpoint(world):
+    async def before():
+        async with world.service() as service:
+            session = await service.create_session(OWNER)
+            saved, fresh = (
+                await new_model(service, session, 0),
+                await new_model(service, session, 1),
+            )
+            await result(service, SaveWeights(saved, 1, "a"))
+            world.clock.now += 1.0
+            await result(service, SaveWeights(saved, 2, "b"))
+            world.learner.gate.clear()
+            running = await submit(service, forward_backward(saved, 3, [1]))
+            parked = await submit(service, optim_step(saved, 5))
+            return saved, fresh, running, parked
+
+    async def after(saved, fresh, running, parked):
+        async with world.restarted() as service:
+            text = await error(service, running)
+            assert text == (
+                f"server: model {saved!r} lost its weights when the server restarted; its last"
+                f" checkpoint is 'tinker://{saved}/weights/b': load it into a new model to go on"
+            )
+            assert await error(service, parked) == text
+            assert (
+                await error(service, await submit(service, forward_backward(saved, 4, [1]))) == text
+            )
+            assert await submit(service, forward_backward(saved, 3, [1])) == running  # a resend
+            lost = await error(service, await submit(service, optim_step(fresh, 1)))
+            assert lost.endswith("restarted; it had not been saved")
+            assert not any(call[0] == "create" for call in world.learner.calls)
+            assert (await service.get_info(OWNER, saved)).lora.rank == 4
+        async with world.restarted() as service:  # and again
+            assert await error(service, running) == text
+            assert service._parts.store.read("SELECT * FROM bodies") == []
+
+    run(after(*run(before())))
+
+
+def test_pending_samples_are_drawn_again_with_their_seed(world):
+    async def before():
+        async with world.service() as service:
+            s = await new_sampler(service)
+            told = await result(service, sample(s, 0, seed=None))
+            world.sampler.held = True
+            promise = await submit(service, sample(s, 1, n=2, seed=None))
+            seed = world.sampler.work[-1].request.params.seed
+            poll = asyncio.ensure_future(outcome(service, promise, 20.0))
+            await asyncio.sleep(0.01)
+            await service.stop()
+            assert (await poll).state == "pending"
+            return promise, seed, told, f"{s}:0"
+
+    async def after(promise, seed, told, old):
+        async with world.restarted() as service:
+            drawn = pickle.loads((await outcome(service, promise)).body)
+            assert world.sampler.work[0].request.params.seed == seed
+            first = (seed + np.arange(4)) % 44 + 20
+            np.testing.assert_array_equal(drawn.sequences[0].tokens, first)
+            again = pickle.loads((await outcome(service, old)).body)
+            np.testing.assert_array_equal(again.sequences[0].tokens, told.sequences[0].tokens)
+            assert len(world.sampler.work) == 1  # what was told is not drawn again
+            rows = service._parts.store.read("SELECT sequence_id FROM sequences ORDER BY 1")
+            assert [r["sequence_id"] for r in rows][1:] == list(promise.sequence_ids)
+
+    run(after(*run(before())))
+
+
+def test_published_weights_are_published_again_when_used(world):
+    async def before():
+        async with world.service() as service:
+            session = await service.create_session(OWNER)
+            m = await new_model(service, session)
+            await result(service, SaveWeightsForSampler(m, 1, None, 0))
+            await result(service, forward_backward(m, 2, [1]))
+            await result(service, optim_step(m, 3))
+            await result(service, SaveWeightsForSampler(m, 4, None, 1, "inflight"))
+            path = (await result(service, SaveWeightsForSampler(m, 5, "named", None))).path
+            await service.create_sampling_session(OWNER, session, 2, model_path=path)
+            return session, m
+
+    async def after(session, m):
+        async with world.restarted() as service:
+            assert world.sampler.published == []
+            for number, version in [(1, 4), (0, 1), (2, 5)]:
+                drawn = await result(service, sample(f"{session}:sample:{number}", 7))
+                assert drawn.sequences[0].versions == ((f"{m}:{version}", 4),)
+            assert len(world.sampler.published) == 3
+            steps = [ref.step for ref in world.sampler.targets.values()]
+            assert sorted(steps) == [0, 1, 1]
+
+    run(after(*run(before())))
+
+
+def test_stopping_leaves_what_runs_pending_and_takes_no_more(world):
+    async def script():
+        service = world.build()
+        await service.start()
+        m, s = await new_model(service), await new_sampler(service)
+        world.learner.gate.clear()
+        world.sampler.held = True
+        running = await submit(service, forward_backward(m, 1, [1]))
+        drawing = await submit(service, sample(s, 0))
+        polls = [asyncio.ensure_future(outcome(service, p, 20.0)) for p in (running, drawing)]
+        many = asyncio.ensure_future(service.retrieve_many(OWNER, s, 0, 0, 20.0))
+        await asyncio.sleep(0.05)
+        started = time.perf_counter()
+        await service.stop()
+        assert time.perf_counter() - started < 3.0
+        assert [(await poll).state for poll in polls] == ["pending", "pending"]
+        assert (await many).items == ()
+        with pytest.raises(Stopping):
+            await submit(service, optim_step(m, 2))
+        await service.stop()  # twice is fine
+
+    async def after():
+        async with world.restarted() as service:
+            rows = service._parts.store.read("SELECT state FROM requests ORDER BY kind")
+            assert [r["state"] for r in rows][:2] == ["done", "failed"]
+
+    run(script())
+    run(after())
+
+
+def test_a_kill_in_the_middle_is_like_a_stop(world):
+    """No stop at all: the store is closed as the kernel would, with requests open."""
+
+    async def before():
+        service = world.build()
+        await service.start()
+        m = await new_model(service)
+        done = await submit(service, forward_backward(m, 1, [1]))
+        told = await outcome(service, done)
+        world.learner.gate.clear()
+        await submit(service, optim_step(m, 2))
+        service._parts.store.close()
+        world.learner.stopping.set()
+        world.sampler.stop()
+        return m, told
+
+    async def after(m, told):
+        async with world.restarted() as service:
+            assert await outcome(service, f"{m}:1") == told
+            assert "lost its weights" in await error(service, f"{m}:2")
+
+    run(after(*run(before())))
