@@ -1,0 +1,75 @@
+# Everything from a fresh clone. Needs make and Python 3.11 or newer, no compiler.
+#
+#   make demo     a language model learns by reinforcement, in a few minutes on a CPU
+#   make test     the test suite
+#   make help     the rest
+
+PYTHON ?= python3
+MODEL ?= tiny
+SEEDS ?= 3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
+INSTALL := $(PIP) install --constraint constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-seeds model-smollm2 test nightly check format bench clean
+.DELETE_ON_ERROR:
+
+help: ## show this list
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# ---- the environment, once: the stamps stand until what they were made from changes
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "trimtab needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1)." \
+	       "Name another: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing trimtab into $(VENV) (a few minutes the first time; torch is large)"
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	@echo "installing what tests and checks need into $(VENV)"
+	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/dev.stamp ## make .venv with everything
+
+# ---- the main job
+
+demo: $(VENV)/run.stamp $(if $(filter smollm2,$(MODEL)),model-smollm2) ## RL on a tiny model; MODEL=smollm2 for a pretrained one
+	$(BIN)/python -m recipes.demo --model '$(MODEL)' --out runs/demo$(if $(filter tiny,$(MODEL)),,-$(MODEL))
+
+demo-seeds: $(VENV)/run.stamp ## the same over SEEDS=3 seeds, each beside its control
+	$(BIN)/python -m recipes.demo --seeds $(SEEDS) --out runs/demo-seeds
+
+model-smollm2: $(VENV)/run.stamp ## fetch and convert SmolLM2-135M-Instruct, once
+	$(BIN)/trimtab model get smollm2
+
+# ---- tests and checks
+
+test: $(VENV)/dev.stamp ## the test suite
+	$(BIN)/python -m pytest -m 'not nightly'
+
+nightly: $(VENV)/dev.stamp ## tests that take minutes or longer
+	$(BIN)/python -m pytest -m nightly
+
+check: $(VENV)/dev.stamp ## lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev.stamp ## put imports and lines in order
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/dev.stamp ## speed against transformers' generate and a transformers + PEFT loop
+	$(BIN)/python -m benchmarks.sampling
+	$(BIN)/python -m benchmarks.learning
+
+clean: ## remove the environment, results and caches
+	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,47 @@
+"""Sums of one-digit numbers, right or wrong: `python -m recipes.arithmetic`, minutes on a CPU.
+
+Without model= a tiny model is made and shown sums that are right two times in five and one too high
+otherwise; the reward then teaches it which. With a model of your own: `trimtab train
+recipes/arithmetic.py model=...`.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+from trimtab.trainer.completion import Completion
+from trimtab.trainer.task import Item
+
+RIGHT = 0.4
+
+pairs = [(a, b) for a in range(10) for b in range(10)]
+random.Random(0).shuffle(pairs)
+items = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+prompts, held_out = items[:80], items[80:]
+stop = ["\n"]
+defaults = {
+    "steps": 30,
+    "groups_per_batch": 16,
+    "group_size": 8,
+    "learning_rate": 1e-3,
+    "max_tokens": 4,
+    "eval_every": 5,
+}
+
+
+def reward(completion: Completion, item: Item) -> float:
+    """reward("7", {"answer": "7"}) = 1"""
+    return float(completion.strip() == item["answer"])
+
+
+def demonstrate(rng: random.Random) -> list[tuple[str, bool]]:
+    a, b = rng.randrange(10), rng.randrange(10)
+    answer = a + b + (rng.random() >= RIGHT)
+    return [(f"{a}+{b}=", False), (f"{answer}\n", True)]
+
+
+if __name__ == "__main__":
+    from recipes.warm_up import run
+
+    sys.exit(run(__file__, sys.argv[1:], demonstrate))

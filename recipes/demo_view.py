@@ -1,0 +1,234 @@
+"""What the demo shows and keeps: progress bars, metrics.jsonl, a table, the reward curve.
+
+Knows rollouts and results as values; calls no server.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+if TYPE_CHECKING:
+    import tinker
+
+    from recipes.demo import Knobs, Rollout
+
+Run = tuple[int, str]
+"""(seed, "warm-up" | "rl" | "control")"""
+
+EXAMPLES = 6
+
+
+class View:
+    """`with View(Path("runs/demo"), knobs, seeds=[0], control=True) as view:`"""
+
+    def __init__(self, folder: Path, knobs: Knobs, seeds: Sequence[int], control: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.title, self.steps = folder, knobs.task.title, knobs.steps
+        self.rows: dict[Run, list[dict[str, Any]]] = {}
+        self.answers: dict[Run, dict[int, list[str]]] = {}
+        self._lengths: dict[Run, int] = {}
+        for seed in seeds:
+            if knobs.warm_steps:
+                self._lengths[seed, "warm-up"] = knobs.warm_steps
+            for kind in ("rl", "control") if control else ("rl",):
+                self._lengths[seed, kind] = knobs.steps
+        self._file = (folder / "metrics.jsonl").open("w")
+        self._console = Console()
+        self._bars: dict[Run, TaskID] = {}
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[said]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._start = time.monotonic()
+
+    def __enter__(self) -> Self:
+        for run, length in self._lengths.items():
+            self._bars[run] = self._progress.add_task(
+                self._called(run), total=length, said="", start=False
+            )
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        self._file.close()
+
+    # ---- what happens
+
+    def warmed(self, seed: int, step: int, result: tinker.ForwardBackwardOutput) -> None:
+        tokens = sum(len(output["logprobs"].data) for output in result.loss_fn_outputs)
+        self._note((seed, "warm-up"), step, {"tokens": tokens, **result.metrics})
+
+    def evaluated(self, run: Run, step: int, rollouts: Sequence[Rollout], words: Any) -> None:
+        """`rollouts` are the greedy answers to the held-out problems."""
+        self.answers.setdefault(run, {})[step] = [
+            words.decode(rollout.sequence.tokens).strip() for rollout in rollouts
+        ]
+        self._problems = [rollout.problem for rollout in rollouts]
+        self._note(run, step, {"held_out": mean([rollout.reward for rollout in rollouts])})
+
+    def stepped(
+        self,
+        run: Run,
+        step: int,
+        rollouts: Sequence[Rollout],
+        data: Sequence[tinker.Datum],
+        metrics: Mapping[str, float],
+    ) -> None:
+        tokens = sum(len(rollout.sequence.tokens) for rollout in rollouts)
+        tokens += sum(datum.model_input.length for datum in data)
+        values = {"reward": mean([rollout.reward for rollout in rollouts]), "tokens": tokens}
+        self._note(run, step, {**values, **metrics})
+
+    def _note(self, run: Run, step: int, values: Mapping[str, float]) -> None:
+        seconds = round(time.monotonic() - self._start, 3)
+        row = {"seed": run[0], "run": run[1], "step": step, "seconds": seconds, **values}
+        rows = self.rows.setdefault(run, [])
+        rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        said = " ".join(
+            f"{name} {shown}" for name, shown in self._latest(rows).items() if shown is not None
+        )
+        if len(rows) == 1:
+            self._progress.start_task(self._bars[run])
+        self._progress.update(self._bars[run], completed=step, said=said)
+        if not self._console.is_terminal and (step % 10 == 0 and "held_out" not in values):
+            self._console.print(f"{self._called(run):>18} {step:4d}/{self._lengths[run]} {said}")
+
+    def _latest(self, rows: Sequence[Mapping[str, float]]) -> dict[str, str | None]:
+        rewards = [row["reward"] for row in rows if "reward" in row]
+        held_out = [row["held_out"] for row in rows if "held_out" in row]
+        spent = rows[-1]["seconds"] - rows[0]["seconds"]
+        tokens = sum(row.get("tokens", 0) for row in rows[1:])
+        return {
+            "held-out": f"{held_out[-1]:.2f}" if held_out else None,
+            "reward": f"{mean(rewards[-5:]):.2f}" if rewards else None,
+            "tokens/s": f"{tokens / spent:.0f}" if spent > 0 and tokens else None,
+        }
+
+    def _called(self, run: Run) -> str:
+        several = len({seed for seed, _ in self._lengths}) > 1
+        return f"{run[1]}, seed {run[0]}" if several else run[1]
+
+    # ---- afterwards
+
+    def summary(self) -> None:
+        """The table, a few answers before and after, and where everything is."""
+        print_ = self._console.print
+        print_(self._table())
+        seed = next(seed for seed, kind in self.answers if kind == "rl")
+        answers = self.answers[seed, "rl"]
+        examples = Table("held-out problem", "before", "after", "answer", box=None)
+        for i, problem in enumerate(self._problems[:EXAMPLES]):
+            prompt = problem.prompt.rstrip().split("\n")[-1]
+            shown = [mark(answers[step][i], problem.answer) for step in (0, self.steps)]
+            examples.add_row(prompt, *shown, problem.answer)
+        print_(examples)
+        picture = curve(self.folder / "reward.png", self.title, self.rows)
+        print_(f"\n{picture}  {self.folder / 'metrics.jsonl'}", soft_wrap=True)
+
+    def _table(self) -> Table:
+        took = time.monotonic() - self._start
+        table = Table(title=f"{self.title}, held-out greedy reward ({took:.0f} s in all)")
+        for name in ("run", "before", "after", "gain", "tokens", "tokens/s"):
+            table.add_column(name, justify="left" if name == "run" else "right")
+        for run, rows in self.rows.items():
+            tokens = sum(row.get("tokens", 0) for row in rows)
+            speed = self._latest(rows)["tokens/s"] or ""
+            held_out = [row["held_out"] for row in rows if "held_out" in row]
+            cells = ["", "", ""]
+            if held_out:
+                gain = held_out[-1] - held_out[0]
+                cells = [f"{held_out[0]:.3f}", f"{held_out[-1]:.3f}", f"{gain:+.3f}"]
+            table.add_row(self._called(run), *cells, f"{tokens:,}", speed)
+        return table
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def mark(given: str, answer: str) -> str:
+    return f"[green]{given}[/]" if given == answer else f"[red]{given}[/]"
+
+
+# ------------------------------------------------------------------ the picture
+
+BLUE, ORANGE, GREY = "#2563eb", "#d97706", "#6b7280"
+
+
+def curve(path: Path, title: str, rows: Mapping[Run, Sequence[Mapping[str, float]]]) -> Path:
+    """Held-out greedy reward by RL step, with the control and the training reward."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    starts, ends = [], []
+    for (_, kind), history in rows.items():
+        if kind == "warm-up":
+            continue
+        steps, held_out = series(history, "held_out")
+        if kind == "control":
+            axes.plot(steps, held_out, color=ORANGE, marker="o", ms=4, lw=2, label="control")
+            continue
+        axes.plot(*smooth(*series(history, "reward")), color=BLUE, alpha=0.35, lw=1.2)
+        axes.plot(steps, held_out, color=BLUE, marker="o", ms=5, lw=2.5)
+        starts.append(held_out[0])
+        ends.append(held_out[-1])
+    _label_lines(axes, rows)
+    axes.set(xlabel="RL step", ylabel="reward", ylim=(0, 1.02))
+    axes.grid(axis="y", color="#e5e7eb")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    change = f"{mean(starts):.2f} → {mean(ends):.2f}"
+    axes.set_title(f"{title[0].upper()}{title[1:]}: {change} on held-out problems", loc="left")
+    figure.savefig(path)
+    return path
+
+
+def _label_lines(axes: Any, rows: Mapping[Run, Sequence[Mapping[str, float]]]) -> None:
+    """One legend entry a kind of line, however many seeds."""
+    handles = [
+        axes.plot([], [], color=BLUE, marker="o", lw=2.5)[0],
+        axes.plot([], [], color=BLUE, alpha=0.35, lw=1.2)[0],
+    ]
+    labels = ["held-out, greedy", "training, sampled (mean of 5 steps)"]
+    if any(kind == "control" for _, kind in rows):
+        handles.append(axes.plot([], [], color=ORANGE, marker="o", lw=2)[0])
+        labels.append("control: shuffled advantages, held-out")
+    axes.legend(handles, labels, frameon=False, loc="upper left")
+
+
+def series(history: Sequence[Mapping[str, float]], name: str) -> tuple[list[float], list[float]]:
+    found = [(row["step"], row[name]) for row in history if name in row]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def smooth(steps: list[float], values: list[float]) -> tuple[list[float], list[float]]:
+    """The mean of the last five values at each step."""
+    return steps, [mean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
