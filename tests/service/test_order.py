@@ -153,6 +153,7 @@ def test_a_missing_id_fails_what_waits_after_the_gap_timeout(world):
             world.clock.now += 599.0
             await service.sweep()
             assert (await outcome(service, waiting[0], 0.0)).state == "pending"
+            waiting.append(await submit(service, forward_backward(m, 4, [4])))  # no new patience
             world.clock.now += 2.0
             await service.sweep()
             for promise in waiting:
@@ -160,10 +161,10 @@ def test_a_missing_id_fails_what_waits_after_the_gap_timeout(world):
                 assert text.startswith("user: ") and "seq_id 1, which comes before it" in text
             with pytest.raises(Invalid, match=r"seq_id 1 .* too late"):
                 await submit(service, forward_backward(m, 1, [1]))
-            step = await submit(service, optim_step(m, 4))  # the lane goes on, its window spoiled
-            assert "seq_id 1, 2 failed" in await error(service, step)
-            await result(service, forward_backward(m, 5, [5]))
-            await result(service, optim_step(m, 6))
+            step = await submit(service, optim_step(m, 5))  # the lane goes on, its window spoiled
+            assert "seq_id 1, 2, 4 failed" in await error(service, step)
+            await result(service, forward_backward(m, 6, [5]))
+            await result(service, optim_step(m, 7))
             assert world.learner.weights[m] == 5
 
     run(script())
@@ -173,9 +174,10 @@ def test_a_gap_counts_from_when_the_lane_stood_still(world):
     async def script():
         async with world.service() as service:
             m = await new_model(service)
+            third = await submit(service, forward_backward(m, 3, [3]))
+            world.clock.now += 500.0
             world.learner.gate.clear()
             first = await submit(service, forward_backward(m, 1, [1]))
-            third = await submit(service, forward_backward(m, 3, [3]))
             world.clock.now += 700.0
             await service.sweep()  # 1 still runs: nobody waits for 2 yet
             world.learner.gate.set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from trimtab.types import Datum, ForwardBackward, PromptSpan, SampledSpan
 
 from .support import (
     OWNER,
+    QUIET,
     World,
     new_model,
     new_sampler,
@@ -230,6 +232,23 @@ def test_storage_is_bounded_and_swept_in_batches(world):
             assert service.held() == Held(0, 0, 0, 0)
             for table in ("arrays", "prompts"):
                 assert service._parts.store.read(f"SELECT * FROM {table}") == []
+
+    run(script())
+
+
+def test_records_beyond_their_bound_go_early(tmp_path):
+    settings = replace(QUIET, max_record_bytes=10 * 4 * 72, sweep_batch=2)
+    world = World(tmp_path, settings)
+
+    async def script():
+        async with world.service() as service:
+            s = await new_sampler(service)
+            for seq in range(15):
+                await result(service, sample(s, seq, record=True))
+                world.clock.now += 5.0
+            await service.sweep()
+            rows = service._parts.store.read("SELECT sequence_id FROM sequences")
+            assert 8 <= len(rows) <= 10 and f"{s}:14:0" in [r["sequence_id"] for r in rows]
 
     run(script())
 

@@ -98,15 +98,14 @@ class Service:
             task.cancel()
         parts.futures.release()
         loop = asyncio.get_running_loop()
-        ends = []
+        ends: list[asyncio.Future[None]] = []
         for engine in parts.engines.values():
             engine.learner.stop()
             ends.append(loop.run_in_executor(None, engine.sampler.stop))
-        if ends:
-            done, _ = await asyncio.wait(ends, timeout=seconds)
-            for error in filter(None, (end.exception() for end in done)):
-                log.error("a sampler did not stop well", exc_info=error)
-        await parts.lanes.stop(seconds / 2)
+        ends.append(asyncio.ensure_future(parts.lanes.stop(seconds)))
+        done, _ = await asyncio.wait(ends, timeout=seconds + 1.0)
+        for error in filter(None, (end.exception() for end in done)):
+            log.error("an engine did not stop well", exc_info=error)
         await self._sampling.drain(1.0)
         parts.futures.release()
         parts.pool.shutdown(wait=False, cancel_futures=True)

@@ -27,6 +27,7 @@ T = TypeVar("T")
 SqlWrite = Callable[[sqlite3.Connection], object]
 PENDING = Outcome("pending")
 CANCELLED = "the request was cancelled"
+INLINE = 1 << 20  # bytes of a result that the loop reads itself
 PAGE = 1000  # completions in one answer
 REFUSED: dict[int, type[UserError]] = {400: Invalid, 404: NotFound, 410: Gone, 413: TooLarge}
 
@@ -233,14 +234,14 @@ class Futures:
     async def wait(self, owner: str, request_id: str, timeout: float) -> Outcome:
         live = self._live.get(request_id)
         if live is None:
-            return self._settled(owner, request_id)
+            return await self._settled(owner, request_id)
         if live.owner != owner:
             raise _unknown(request_id)
         if timeout <= 0:
             return PENDING
         return await _held(live.waiters, timeout, PENDING)
 
-    def _settled(self, owner: str, request_id: str) -> Outcome:
+    async def _settled(self, owner: str, request_id: str) -> Outcome:
         if (kept := self._unwritten.get(request_id)) is not None and kept[0] == owner:
             return kept[1]
         row = self._row(request_id)
@@ -250,7 +251,11 @@ class Futures:
             return PENDING
         if row["state"] == "failed":
             return Outcome("failed", error=row["error"], category=row["category"])
-        result = self._store.row("SELECT body FROM results WHERE request_id = ?", (request_id,))
+        query = ("SELECT body FROM results WHERE request_id = ?", (request_id,))
+        large = row["size"] > INLINE
+        result = (
+            await asyncio.to_thread(self._store.row, *query) if large else (self._store.row(*query))
+        )
         if result is None:
             raise Gone(f"the result of request {request_id!r} is no longer kept")
         return Outcome("done", result["body"], row["content_type"])

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from trimtab.engine.base import SampleWork
-from trimtab.errors import Busy, Gone, Invalid, NotFound, Stopping, TrimtabError, UserError
+from trimtab.errors import Busy, Invalid, Stopping, TrimtabError, UserError
 from trimtab.service import ids
 from trimtab.service.futures import CANCELLED, Entry, SqlWrite
 from trimtab.service.parts import Parts
@@ -120,10 +120,12 @@ class Sampling:
         return entry.promise
 
     def _check(self, sampler: SamplingSession, request: Sample) -> None:
-        most = self._parts.settings.max_samples
+        base, most = sampler.record.base_model, self._parts.settings.max_samples
+        if base not in self._parts.engines:
+            raise Invalid(f"base_model {base!r} of this sampling session is not served any more")
         if not 1 <= request.num_samples <= most:
             raise Invalid(f"num_samples must lie between 1 and {most}, found {request.num_samples}")
-        self._parts.engines[sampler.record.base_model].sampler.check(request)
+        self._parts.engines[base].sampler.check(request)
 
     async def _publish(self, sampler: SamplingSession) -> None:
         """See that the target can be sampled from; after a restart, or a long pause, it is read
@@ -235,12 +237,10 @@ class Sampling:
             request = self._parts.codec.decode("sample", body)
             assert isinstance(request, Sample)
             sampler = self._parts.samplers.get(entry.owner, request.sampling_session_id)
-            if sampler.record.base_model not in self._parts.engines:
-                raise Gone(f"base model {sampler.record.base_model!r} is not served any more")
             self._check(sampler, request)
             await self._publish(sampler)
             future = await self._draw_when_free(entry, sampler, request)
-        except (UserError, NotFound) as error:
+        except UserError as error:
             await self._parts.futures.fail(entry, error.message, error.category)
             return
         self._watch(entry, request, future)

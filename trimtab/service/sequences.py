@@ -172,12 +172,13 @@ class Sequences:
             "SELECT * FROM arrays WHERE sequence_id IN (SELECT value FROM json_each(?))",
             (json.dumps(list(rows)),),
         )
-        return {
-            row["sequence_id"]: _record(
-                rows[row["sequence_id"]], row, prompts[rows[row["sequence_id"]]["request_id"]]
-            )
-            for row in arrays
-        }
+        found = {}
+        for row in arrays:
+            stated = rows[row["sequence_id"]]
+            prompt = prompts.get(stated["request_id"])
+            if prompt is not None:
+                found[row["sequence_id"]] = _record(stated, row, prompt)
+        return found
 
     def _why(self, session_id: str, names: Sequence[str]) -> dict[str, Absence]:
         """Why these have no row, from the requests their ids name."""
@@ -205,10 +206,13 @@ class Sequences:
         return Held(row["n"], row["tokens"], row["recorded"], row["bytes"])
 
 
-def sweep(db: sqlite3.Connection, now: float, batch: int) -> int:
-    """Drop up to `batch` expired sequences, and prompts nothing names any more; how many went."""
+def sweep(db: sqlite3.Connection, before: float, batch: int) -> int:
+    """Drop up to `batch` sequences whose day ended before then, and prompts nothing names any
+    more. How many went."""
     rows = db.execute(
-        "SELECT sequence_id, request_id FROM sequences WHERE expires_at < ? LIMIT ?", (now, batch)
+        "SELECT sequence_id, request_id FROM sequences WHERE expires_at < ? ORDER BY expires_at"
+        " LIMIT ?",
+        (before, batch),
     ).fetchall()
     if not rows:
         return 0

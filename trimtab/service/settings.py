@@ -18,6 +18,8 @@ class ServiceSettings:
     # ---- recording
     head_k: int = 8
     """Alternatives recorded a token for a client that records (K of the head)."""
+    max_record_bytes: int = 64 << 30
+    """Arrays of sequences on disk; beyond it those nearest to the end of their day go early."""
     sequence_seconds: float = DAY
     """How long a sequence can be trained on after sampling and after each accepted use."""
     logprob_tolerance: float = 1e-3

@@ -1,6 +1,6 @@
 """What is dropped, when: the one place where the store and the disk shrink.
 
-    sequences     after their day
+    sequences     after their day, or early beyond a size of all of them
     results       24 h after their session ended; their requests stay known as gone for 30 days
     bodies        of finished training requests, beyond a size a model, oldest first
     checkpoints   after their time to live
@@ -13,6 +13,8 @@ crash between the two leaves a folder that the next start removes.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import sqlite3
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +23,7 @@ from trimtab.service import sequences
 from trimtab.service.futures import trim
 from trimtab.service.parts import Parts
 
+log = logging.getLogger(__name__)
 Step = Callable[[sqlite3.Connection], int]
 PAUSE = 0.005  # seconds between two steps of one sweep
 GRACE = (
@@ -37,11 +40,27 @@ async def sweep_sequences(parts: Parts) -> None:
 async def sweep_storage(parts: Parts) -> None:
     """The slower rest."""
     now, settings = parts.clock(), parts.settings
+    await _shrink_records(parts)
     await _checkpoints(parts, now)
     await _weights(parts, now)
     await _repeat(parts, lambda db: _results(db, now - settings.result_seconds, parts))
     await _repeat(parts, lambda db: _history(db, now - settings.history_seconds, parts))
     await _repeat(parts, lambda db: _bodies(db, settings.max_body_bytes))
+
+
+async def _shrink_records(parts: Parts) -> None:
+    """Keep the records under their bound: those nearest to the end of their day go first."""
+    loop, batch = asyncio.get_running_loop(), parts.settings.sweep_batch
+    while True:
+        held = await loop.run_in_executor(parts.pool, parts.sequences.held)
+        over = held.array_bytes - parts.settings.max_record_bytes
+        if over <= 0:
+            return
+        log.warning("sequence records hold %d bytes too many; dropping the oldest", over)
+        mean = held.array_bytes / held.sequences
+        for _ in range(1 + int(over / mean / batch)):
+            await parts.store.write(lambda db: sequences.sweep(db, math.inf, batch))
+            await asyncio.sleep(PAUSE)
 
 
 async def _repeat(parts: Parts, step: Step) -> None:
