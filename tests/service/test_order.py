@@ -296,11 +296,42 @@ def test_bad_creations_are_refused(world):
     run(script())
 
 
+def test_a_creation_that_fails_takes_what_waits_with_it(world):
+    async def script():
+        async with world.service() as service:
+            session = await service.create_session(OWNER)
+            m = f"{session}:train:0"
+
+            def fail(*_):
+                world.learner._pass()
+                raise MemoryError("no room for the adapter")
+
+            world.learner.create = fail
+            world.learner.gate.clear()
+            await submit(service, CreateModel(session, 0, "tiny", LoraConfig(4)))
+            behind = await submit(service, forward_backward(m, 1, [1]))
+            early = await submit(service, forward_backward(m, 3, [1]))
+            world.learner.gate.set()
+            text = await error(service, f"{m}:0")
+            assert text == "server: internal error: MemoryError: no room for the adapter"
+            assert f"model {m!r} was not created" in await error(service, behind)
+            assert "seq_id 2" in await error(service, early)
+            late = await error(service, await submit(service, optim_step(m, 4)))
+            assert late.startswith(f"user: model {m!r} was not created")
+            assert service._parts.lanes._lanes == {} and len(service._parts.models) == 0
+
+    run(script())
+
+
 def test_ids_of_others_are_unknown(world):
     async def script():
         async with world.service() as service:
             m = await new_model(service)
+            world.learner.gate.clear()
             promise = await submit(service, forward_backward(m, 1, [1]))
+            with pytest.raises(NotFound, match="is unknown"):  # while it is pending
+                await service.retrieve("you", promise.request_id, 0.0)
+            world.learner.gate.set()
             await outcome(service, promise)
             with pytest.raises(NotFound) as theirs:
                 await service.retrieve("you", promise.request_id, 0.0)

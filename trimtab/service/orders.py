@@ -282,6 +282,11 @@ class Orders:
                 return
             state = moved(entry.key, "failed", model.why)
             await parts.futures.fail(entry, outcome.error, outcome.category, [state])
+            last = Job(UNLOAD, Jobs(parts, model).unload, forget)
+            await parts.lanes.close(entry.key, last, "did not arrive before the creation failed")
+
+        async def forget(_: Done | Failed) -> None:
+            parts.lanes.drop(entry.key)
 
         def failed(error: str) -> None:
             parts.models.left(model, "failed", f"model {entry.key!r} was not created: {error}")
