@@ -42,6 +42,7 @@ def test_unknown_knobs_are_refused_and_their_source_is_named(tmp_path):
     assert refusal(file=file).startswith(f"prot (from {file}): unknown; the knobs are model, host")
     assert "colour (from the environment)" in refusal(environment={"TRIMTAB_COLOUR": "red"})
     assert "x (from the command line)" in refusal(flags={"x": 1})
+    assert load(environment={"TRIMTAB_HOME": "/"}).port == 8000
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,21 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def main(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
-    if version:
+def _show_version(asked: bool) -> None:
+    if asked:
         typer.echo(f"trimtab {__version__}")
         raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version),
+]
+
+
+@app.callback()
+def main(version: Version = False) -> None:
+    """Options that stand before a command."""
 
 
 @app.command(context_settings=HANDED_ON, add_help_option=False)

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from trimtab.errors import Invalid
 
 ENVIRONMENT = "TRIMTAB_"
+NOT_OURS = ("TRIMTAB_HOME",)  # where `trimtab model` keeps what it fetches
 LISTS = ("model", "api_key")  # given several times as a flag, with commas in the environment
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,2}")
 _KEY = re.compile(r"tml-[!-~]*")
@@ -236,7 +237,7 @@ def _from_file(file: Path | None) -> dict[str, Any]:
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for variable, text in environment.items():
-        if variable.startswith(ENVIRONMENT):
+        if variable.startswith(ENVIRONMENT) and variable not in NOT_OURS:
             name = variable.removeprefix(ENVIRONMENT).lower()
             found[name] = text.split(",") if name in LISTS else text
     return found

@@ -83,7 +83,9 @@ def build(config: ServerConfig, store: Store, engines: dict[str, Engine]) -> Ser
     from trimtab.service.core import Service, ServiceSettings
 
     settings = ServiceSettings(
-        head_k=config.stability_top_k, max_pending_samples=config.max_pending_samples
+        head_k=config.stability_top_k,
+        hold_seconds=config.hold_seconds,
+        max_pending_samples=config.max_pending_samples,
     )
     return Service(settings, store, engines, codec(config))
 

@@ -35,7 +35,7 @@ from trimtab.wire import trimtab_pb2 as pb
 from trimtab.wire.fields import Fields, kind_of
 from trimtab.wire.tensors import Budget, tensor_of, tensor_of_json, tokens_of, tokens_of_json
 
-MAX_DATUMS = 65_536
+MAX_DATUMS = 16_384
 SEED = range(-(2**63), 2**64)
 
 # ------------------------------------------------------------------ forward_backward
