@@ -236,6 +236,27 @@ def test_storage_is_bounded_and_swept_in_batches(world):
     run(script())
 
 
+def test_a_prompt_stays_as_long_as_one_of_its_sequences(world):
+    async def script():
+        async with world.service() as service:
+            session = await service.create_session(OWNER)
+            m, s = await new_model(service, session), await new_sampler(service, session)
+            drawn = await result(service, sample(s, 0, n=2, record=True))
+            second = type(drawn)(drawn.sequences[1:])
+            world.clock.now += 3600.0
+            await service.heartbeat(OWNER, session)
+            await result(service, train(m, 1, f"{s}:0:1", second))
+            world.clock.now += DAY - 1800.0
+            service._parts.sessions._open[session].heartbeat_at = world.clock.now
+            await service.sweep()
+            assert service.held().sequences == 1
+            await result(service, train(m, 2, f"{s}:0:1", second))
+            with pytest.raises(Invalid, match="has expired"):
+                await submit(service, train(m, 3, f"{s}:0:0", drawn))
+
+    run(script())
+
+
 def test_records_beyond_their_bound_go_early(tmp_path):
     settings = replace(QUIET, max_record_bytes=10 * 4 * 72, sweep_batch=2)
     world = World(tmp_path, settings)
