@@ -250,6 +250,7 @@ def test_a_prompt_stays_as_long_as_one_of_its_sequences(world):
             service._parts.sessions._open[session].heartbeat_at = world.clock.now
             await service.sweep()
             assert service.held().sequences == 1
+            assert len(service._parts.store.read("SELECT * FROM prompts")) == 1
             await result(service, train(m, 2, f"{s}:0:1", second))
             with pytest.raises(Invalid, match="has expired"):
                 await submit(service, train(m, 3, f"{s}:0:0", drawn))
