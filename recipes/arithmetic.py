@@ -1,7 +1,7 @@
 """Sums of one-digit numbers, right or wrong: `python -m recipes.arithmetic`, minutes on a CPU.
 
-Without model= a tiny model is made and shown sums that are right two times in five and one too high
-otherwise; the reward then teaches it which. With a model of your own: `trimtab train
+Without model= a tiny model is made and shown sums that are right three times in ten and one too
+high otherwise; the reward then teaches it which. With a model of your own: `trimtab train
 recipes/arithmetic.py model=...`.
 """
 
@@ -13,15 +13,15 @@ import sys
 from trimtab.trainer.completion import Completion
 from trimtab.trainer.task import Item
 
-RIGHT = 0.4
+RIGHT = 0.3
 
 pairs = [(a, b) for a in range(10) for b in range(10)]
 random.Random(0).shuffle(pairs)
 items = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
-prompts, held_out = items[:80], items[80:]
+prompts, held_out = items[:60], items[60:]
 stop = ["\n"]
 defaults = {
-    "steps": 30,
+    "steps": 20,
     "groups_per_batch": 16,
     "group_size": 8,
     "learning_rate": 1e-3,

@@ -104,7 +104,8 @@ class View:
 
     def _note(self, run: Run, step: int, values: Mapping[str, float]) -> None:
         seconds = round(time.monotonic() - self._start, 3)
-        row = {"seed": run[0], "run": run[1], "step": step, "seconds": seconds, **values}
+        # Last, because the server reports a `step` of its own.
+        row = {**values, "seed": run[0], "run": run[1], "step": step, "seconds": seconds}
         rows = self.rows.setdefault(run, [])
         rows.append(row)
         self._file.write(json.dumps(row) + "\n")
