@@ -42,40 +42,54 @@ LINGER_SECONDS = 2  # what connections get to finish their answers
 
 def load_engines(config: ServerConfig, progress: Progress) -> dict[str, Engine]:
     """A learner and a sampler for each model. Takes as long as reading the weights does."""
+    progress("importing torch and transformers", 0.0)
     import torch
 
+    from trimtab.tiny import quiet
+
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    sources = config.models()
+    engines = {}
+    for index, source in enumerate(sources):
+
+        def part(what: str, done: float, before: int = index) -> None:
+            progress(what, (before + done) / len(sources))
+
+        with quiet():
+            engines[source.name] = load_engine(config, source, device, part)
+    return engines
+
+
+def load_engine(
+    config: ServerConfig, source: ModelSource, device: str, progress: Progress
+) -> Engine:
     from trimtab.engine.models import BaseModel
     from trimtab.engine.sampling_limits import SamplerLimits
     from trimtab.engine.torch_learner import TorchLearner
     from trimtab.engine.torch_sampler import TorchSampler
     from trimtab.service.core import Engine
 
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = BaseModel.load(
+        source.name,
+        source.path,
+        device=device,
+        learner_dtype=config.dtype,
+        sampler_dtype=config.sampler_dtype,
+        max_context=config.max_context,
+        max_lora_rank=config.max_lora_rank,
+        progress=progress,
+    )
     limits = SamplerLimits(
         kv_bytes=config.kv_cache_mib * MIB,
         rows=config.sampling_rows,
         waiting=config.max_pending_samples,
     )
-    engines = {}
-    for source in config.models():
-        base = BaseModel.load(
-            source.name,
-            source.path,
-            device=device,
-            learner_dtype=config.dtype,
-            sampler_dtype=config.sampler_dtype,
-            max_context=config.max_context,
-            max_lora_rank=config.max_lora_rank,
-            progress=progress,
-        )
-        learner = TorchLearner(
-            base, micro_batch_tokens=config.micro_batch_tokens, threads=config.threads
-        )
-        sampler = TorchSampler(base, limits=limits, threads=config.threads)
-        engines[source.name] = Engine(learner.info, learner, sampler)
-    return engines
+    learner = TorchLearner(
+        base, micro_batch_tokens=config.micro_batch_tokens, threads=config.threads
+    )
+    return Engine(learner.info, learner, TorchSampler(base, limits=limits, threads=config.threads))
 
 
 def build(config: ServerConfig, store: Store, engines: dict[str, Engine]) -> Service:

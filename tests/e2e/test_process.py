@@ -104,7 +104,7 @@ def test_a_second_signal_ends_it_at_once(flags):
 
 def test_a_term_while_loading_and_one_server_a_data_directory(flags):
     with serve(*flags) as first:
-        assert "reading" in first.stderr.readline()
+        assert "importing torch" in first.stderr.readline()
         with serve(*flags) as second:
             assert second.wait(20) == 1
             text = second.stderr.read()
