@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from trimtab.errors import Invalid, TrimtabError
 
 if TYPE_CHECKING:
     from trimtab.trainer.config import Config
+    from trimtab.trainer.loop import Result
     from trimtab.trainer.task import Task
 
 USAGE = """\
@@ -56,8 +57,13 @@ def main(words: Sequence[str], task: str | None = None) -> int:
     if (not words and task is None) or "--help" in words or "-h" in words:
         print(help_text())
         return 0
+    return told(lambda: _train(words, task))
+
+
+def told(action: Callable[[], int]) -> int:
+    """Its exit code; a foreseen error, or an interruption, is a sentence."""
     try:
-        return _train(list(words), task)
+        return action()
     except TrimtabError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -77,9 +83,28 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def _train(words: list[str], task: str | None) -> int:
-    from trimtab.trainer import connect, options
+def _train(words: Sequence[str], task: str | None) -> int:
+    from trimtab.trainer import connect
     from trimtab.trainer.loop import train
+
+    config, loaded = prepare(words, task)
+    if connect.address(config):
+        result = train(config, loaded)
+    else:
+        with connect.serving(config, Path(config.log_path)) as service:
+            result = train(config, loaded, service=service)
+    announce(result)
+    return 0
+
+
+def announce(result: Result) -> None:
+    print(f"{result.steps} steps; sampler weights {result.sampler}; folder {result.folder}")
+
+
+def prepare(words: Sequence[str], task: str | None = None) -> tuple[Config, Task]:
+    """The task and the complete options of a command line: the task's defaults, a saved run's
+    options where it is resumed, then the words themselves."""
+    from trimtab.trainer import options
     from trimtab.trainer.task import load
 
     named = [w for w in words if "=" not in w and not w.startswith("-")]
@@ -93,15 +118,7 @@ def _train(words: list[str], task: str | None) -> int:
     loaded = load(
         spec.get("task", ""), reward=spec.get("reward", ""), options=spec.get("task_options", "")
     )
-    config = options.config(loaded.defaults, saved, given)
-    config, path = _placed(config, loaded)
-    if connect.address(config):
-        result = train(config, loaded)
-    else:
-        with connect.serving(config, path) as service:
-            result = train(config, loaded, service=service)
-    print(f"{result.steps} steps; sampler weights {result.sampler}; folder {result.folder}")
-    return 0
+    return _placed(options.config(loaded.defaults, saved, given), loaded), loaded
 
 
 def _saved(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,11 +134,11 @@ def _saved(given: Mapping[str, Any]) -> dict[str, Any]:
     return stored or {}
 
 
-def _placed(config: Config, task: Task) -> tuple[Config, Path]:
+def _placed(config: Config, task: Task) -> Config:
     """With the run's folder settled, because a server of our own keeps its checkpoints there."""
     import chz
 
     from trimtab.trainer import resume
 
     path = Path(config.log_path) if config.log_path else resume.default_path(config, task.name)
-    return chz.replace(config, log_path=str(path)), path
+    return chz.replace(config, log_path=str(path))
