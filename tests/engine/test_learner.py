@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -368,3 +369,44 @@ def test_a_request_may_mix_datums_with_and_without_a_record(trained):
         trained._models["m"].adapter, torch_learner.MicroBatch(0, (b,))
     )
     torch.testing.assert_close(found[2][1], alone, atol=1e-5, rtol=0)
+
+
+def off_policy(learner: TorchLearner, lengths, loss_fn: str):
+    """Datums of every kind of input, recorded before the learner moved on; the first rows of each
+    are a prompt, and the longer ones hold two sequences."""
+    data = on_policy(learner, lengths, 1.0)
+    train(learner, 1, seed=5)
+    rng = np.random.default_rng(1)
+    spec = learner.losses[loss_fn]
+    made = []
+    for datum in data:
+        n = len(datum.tokens)
+        sampled = np.arange(n) >= 2
+        inputs = {
+            **datum.inputs,
+            "advantages": datum.inputs["advantages"] * sampled,
+            "sequence_ratio_mask": sampled.astype(np.float32),
+            "weights": rng.random(n, dtype=np.float32),
+        }
+        record = datum.stability
+        number = np.where(sampled, (np.arange(n) >= 5).astype(np.int32), -1)
+        record = replace(record, sequence_N=number, recorded_N=sampled)
+        inputs = {name: inputs[name] for name in spec.inputs}
+        made.append(TrainingDatum(datum.tokens, inputs, record if spec.needs_stability else None))
+    return made
+
+
+@pytest.mark.parametrize("loss_fn", sorted(torch_learner.LOSSES))
+def test_datums_taken_together_are_the_sum_of_each_alone(trained, loss_fn):
+    data = off_policy(trained, (4, 9, 6, 3), loss_fn)
+    trained.clear_window("m")
+    together = forward_backward(trained, data, loss_fn=loss_fn)
+    whole = window_of(trained)
+    trained.clear_window("m")
+    alone = [forward_backward(trained, [d], loss_fn=loss_fn) for d in data]
+    assert relative(window_of(trained), whole) < 1e-5
+    assert whole.abs().sum() > 0
+    for name, value in together.metrics.items():
+        parts = [result.metrics[name] for result in alone]
+        joined = {"sum": sum, "max": max, "min": min}[name.split(":")[1]](parts)
+        assert value == pytest.approx(joined, rel=2e-4, abs=1e-4), name

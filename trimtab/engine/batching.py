@@ -7,14 +7,15 @@ N rows of a datum, M packed rows of a micro-batch, K ids asked of the head at ea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import groupby
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trimtab.errors import Invalid
-from trimtab.types import TrainingDatum
+from trimtab.types import Stability, TrainingDatum
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +108,64 @@ def temperatures(micro: MicroBatch, device: torch.device) -> Tensor | None:
     return to(np.concatenate(each), device)
 
 
-def unpack(x_MK: Tensor, micro: MicroBatch) -> list[Tensor]:
-    """(M, K) -> (N, K) of each datum, with the columns it asked for."""
-    parts = x_MK.split(micro.lengths)
-    return [part[:, : width(datum)] for part, datum in zip(parts, micro.data, strict=True)]
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Neighbouring datums of one form as a single one, for a loss to take at once. `datum_N` says
+    which of them a row belongs to; sequences keep numbers of their own."""
+
+    datum: TrainingDatum
+    lengths: tuple[int, ...]
+    datum_N: np.ndarray
+
+
+def joined(micro: MicroBatch) -> list[Joined]:
+    """The micro-batch in as few pieces as its datums' forms allow: one, as a rule."""
+    return [_join(tuple(run)) for _, run in groupby(micro.data, key=_form)]
+
+
+def _form(datum: TrainingDatum) -> tuple[object, ...]:
+    head = None if datum.stability is None else datum.stability.head_ids_NK.shape[1]
+    return tuple((n, x.dtype, x.shape[1:]) for n, x in sorted(datum.inputs.items())), head
+
+
+def _join(data: tuple[TrainingDatum, ...]) -> Joined:
+    lengths = tuple(len(datum.tokens) for datum in data)
+    datum_N = np.repeat(np.arange(len(data)), lengths)
+    if len(data) == 1:
+        return Joined(data[0], lengths, datum_N)
+    inputs = {n: np.concatenate([datum.inputs[n] for datum in data]) for n in data[0].inputs}
+    tokens = np.concatenate([datum.tokens for datum in data])
+    stability = _join_stability([x for datum in data if (x := datum.stability) is not None])
+    return Joined(TrainingDatum(tokens, inputs, stability), lengths, datum_N)
+
+
+def _join_stability(parts: Sequence[Stability]) -> Stability | None:
+    if not parts:
+        return None
+    columns = {
+        field.name: np.concatenate([getattr(part, field.name) for part in parts])
+        for field in fields(Stability)
+    }
+    columns["sequence_N"] = _numbered_apart([part.sequence_N for part in parts])
+    return Stability(**columns)
+
+
+def _numbered_apart(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Numbers of several datums so that no two datums share one; -1 stays.
+
+    >>> _numbered_apart([np.array([-1, 0]), np.array([0, 1])])
+    array([-1,  0,  1,  2])
+    """
+    counts = [int(part.max(initial=-1)) + 1 for part in parts]
+    starts = np.cumsum([0, *counts[:-1]])
+    shifted = [np.where(part < 0, -1, part + at) for part, at in zip(parts, starts, strict=True)]
+    return np.concatenate(shifted)
+
+
+def unpack(x_MK: Tensor, pieces: Sequence[Joined]) -> list[Tensor]:
+    """(M, K) -> (N, K) of each piece, with the columns it asked for."""
+    parts = x_MK.split([sum(piece.lengths) for piece in pieces])
+    return [part[:, : width(piece.datum)] for part, piece in zip(parts, pieces, strict=True)]
 
 
 def width(datum: TrainingDatum) -> int:

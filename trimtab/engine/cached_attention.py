@@ -1,31 +1,34 @@
 """Attention with a memory: a prompt's next piece, and one new token for each of many rows.
 
-M packed rows of a pass, n rows of one pool, Hq query heads, H key/value heads, G = Hq / H, D head
-size, C rows of a prompt's piece, J keys that a row may look at.
+M packed rows of a pass, n rows of one group, R prompts of one group, S samples that share a prompt,
+Hq query heads, H key/value heads, G = Hq / H, D head size, C rows of a prompt's piece, J keys.
 
-Decoding takes the rows of a pool in one batched product a layer, whatever their lengths; a bias
-hides what a shorter row does not have. Knows nothing of requests or tokens.
+Decoding takes a group in one batched product a layer with its prompts, each read once for all its
+samples, and one with the rows' own tokens, whatever their lengths; a bias hides what a shorter row
+does not have. Knows nothing of requests or tokens.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.attention import PackedCausal, Rule, masked
-from trimtab.engine.kv import KVLayout, Pool, PromptKV
+from trimtab.engine.kv import Group, KVLayout, Owner, Pool
 from trimtab.engine.net import Net
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Rows [start, start + rows) of a prompt, computed in this pass."""
+    """Rows [start, start + rows) of a prompt of `pool`, computed in this pass."""
 
-    prompt: PromptKV
+    pool: Pool
+    prompt: Owner
     start: int
     rows: int
 
@@ -73,16 +76,16 @@ class PrefillPlan:
         for piece in self.pieces:
             places = slice(piece.start, piece.start + piece.rows)
             rows = slice(row, row + piece.rows)
-            piece.prompt.keys[layer][:, places] = k[0, :, rows]
-            piece.prompt.values[layer][:, places] = v[0, :, rows]
+            piece.pool.keys[layer][piece.prompt.slot, :, places] = k[0, :, rows]
+            piece.pool.values[layer][piece.prompt.slot, :, places] = v[0, :, rows]
             row += piece.rows
 
     def _continue(self, layer: int, piece: Piece, q: Tensor, rule: Rule) -> Tensor:
         """q (1, Hq, C, D) of a later piece -> (1, C, Hq, D)."""
         stop = piece.start + piece.rows
         first = 0 if rule.window is None else max(0, piece.start - rule.window + 1)
-        keys = piece.prompt.keys[layer][None, :, first:stop]
-        values = piece.prompt.values[layer][None, :, first:stop]
+        keys = piece.pool.keys[layer][piece.prompt.slot, None, :, first:stop]
+        values = piece.pool.values[layer][piece.prompt.slot, None, :, first:stop]
         mask = self._mask(piece, first, rule.window, q.device)
         out = masked(q, keys, values, mask, scale=rule.scale, softcap=rule.softcap)
         return out.transpose(1, 2)
@@ -102,93 +105,162 @@ class PrefillPlan:
 # --------------------------------------------------------------------------- decoding
 
 
-@dataclass(slots=True, eq=False)
-class PoolRows:
-    """The rows of one pool in a decoding batch, every one of them about to get a token. `ends` (n,)
-    is the place each token goes to."""
+class Sharing:
+    """Which row has which prompt: `prompt_n` the number of each row's prompt in its pool.
 
-    pool: Pool
-    start: int
-    ends: Tensor
-    shortest: int
-    longest: int
-    places: dict[int, Tensor] = field(default_factory=dict)
-    biases: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
+    `to_prompts` brings the rows' queries (or weights) to their prompts, S to each, and `to_rows`
+    the answers back. A prompt with fewer rows gets copies of another's, which nobody takes back.
+    """
 
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.ends)
+    def __init__(self, prompt_n: Sequence[int], device: torch.device) -> None:
+        taken = Counter[int]()
+        places = []
+        for prompt in prompt_n:
+            places.append((prompt, taken[prompt]))
+            taken[prompt] += 1
+        self.prompts = max(prompt_n) + 1
+        self.samples = max(taken.values())
+        back = [prompt * self.samples + column for prompt, column in places]
+        straight = back == list(range(self.prompts * self.samples))
+        self.back: Tensor | None = None
+        self.there: Tensor | None = None
+        if not straight:
+            self.back = torch.tensor(back, device=device)
+            self.there = torch.zeros(
+                self.prompts * self.samples, dtype=torch.int64, device=device
+            ).index_copy_(0, self.back, torch.arange(len(back), device=device))
+
+    def to_prompts(self, x_nHGX: Tensor) -> Tensor:
+        """(n, H, G, X) -> (R * H, S * G, X)."""
+        if self.there is not None:
+            x_nHGX = x_nHGX[self.there]
+        _, heads, share, size = x_nHGX.shape
+        x = x_nHGX.reshape(self.prompts, self.samples, heads, share, size).transpose(1, 2)
+        return x.reshape(self.prompts * heads, self.samples * share, size)
+
+    def to_rows(self, x: Tensor, heads: int) -> Tensor:
+        """(R * H, S * G, X) -> (n * H, G, X)."""
+        share, size = x.shape[1] // self.samples, x.shape[2]
+        x = x.view(self.prompts, heads, self.samples, share, size).transpose(1, 2)
+        x = x.reshape(self.prompts * self.samples, heads, share, size)
+        if self.back is not None:
+            x = x[self.back]
+        return x.reshape(-1, share, size)
+
+
+class GroupRows:
+    """The rows of one group, every one of them about to get a token; they are rows [start, stop) of
+    a batch. `prompt_n` is the number of each row's prompt, `known_n` how long that is, and `own_n`
+    how many tokens of its own a row remembers: the place its next one goes to."""
+
+    def __init__(
+        self,
+        group: Group,
+        start: int,
+        prompt_n: Sequence[int],
+        known_n: Sequence[int],
+        own_n: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.group = group
+        self.start, self.stop = start, start + len(own_n)
+        self.sharing = Sharing(prompt_n, device) if group.shape.prompt else None
+        self.known_n = torch.tensor(known_n, device=device)
+        self.own_n = torch.tensor(own_n, device=device)
+        self.known = (min(known_n), max(known_n))
+        self.own = (min(own_n), max(own_n))
+        self.end = min(known + own for known, own in zip(known_n, own_n, strict=True))
+        self._cells: dict[int, Tensor] = {}
+        self._biases: dict[int | None, Tensor] = {}
 
     def advance(self) -> None:
         """Every row has got one token more."""
-        self.ends += 1
-        self.shortest += 1
-        self.longest += 1
-        for places in self.places.values():
-            places.add_(1)
-        self.biases.clear()
+        self.own_n += 1
+        self.own = (self.own[0] + 1, self.own[1] + 1)
+        self.end += 1
+        for cells in self._cells.values():
+            cells.add_(1)
+        self._biases.clear()
 
     def attend(self, layer: int, q_nD: Tensor, k_nD: Tensor, v_nD: Tensor, rule: Rule) -> Tensor:
         """q (n, Hq, D), k and v (n, H, D) -> (n, Hq, D)."""
-        rows, heads = k_nD.shape[:2]
-        keys, values = self.pool.keys[layer], self.pool.values[layer]
-        self._remember(keys, k_nD)
-        self._remember(values, v_nD)
-        window = rule.window
-        if window is not None and window > self.longest:
-            window = None
-        first = 0 if window is None else max(0, self.shortest - window + 1)
-        seen = slice(first, self.longest + 1)
-        k = keys[:rows, :, seen].flatten(0, 1)
-        v = values[:rows, :, seen].flatten(0, 1)
-        q = (q_nD * rule.scale).reshape(rows * heads, -1, q_nD.shape[-1])
-        bias = self._bias(heads, first, window)
-        return weighted(q, k, v, bias, rule.softcap).view(rows, q_nD.shape[1], -1)
+        rows, prompts = self.group.rows, self.group.prompts
+        self._remember(rows.keys[layer], k_nD)
+        self._remember(rows.values[layer], v_nD)
+        n, heads = k_nD.shape[:2]
+        window = self._window(rule)
+        first, own = self._seen(window)
+        q = (q_nD * rule.scale).reshape(n, heads, -1, q_nD.shape[-1])
+        scores = torch.bmm(q.flatten(0, 1), seen(rows.keys[layer], n, own).transpose(1, 2))
+        shared = first.stop - first.start
+        if shared:
+            k = seen(prompts.keys[layer], self.sharing.prompts, first)
+            on_prompt = torch.bmm(self.sharing.to_prompts(q), k.transpose(1, 2))
+            scores = torch.cat([self.sharing.to_rows(on_prompt, heads), scores], -1)
+        weights = self._weights(scores, window, rule.softcap).to(v_nD.dtype)
+        out = torch.bmm(weights[..., shared:], seen(rows.values[layer], n, own))
+        if shared:
+            w = weights[..., :shared].unflatten(0, (n, heads))
+            v = seen(prompts.values[layer], self.sharing.prompts, first)
+            out += self.sharing.to_rows(torch.bmm(self.sharing.to_prompts(w), v), heads)
+        return out.view(n, q_nD.shape[1], -1)
 
     def _remember(self, tensor: Tensor, new_nD: Tensor) -> None:
         """Put (n, H, D) at the rows' ends of a pool's (R, H, L, D)."""
-        rows, heads, size = new_nD.shape
-        if heads not in self.places:
-            cell = torch.arange(rows * heads, device=tensor.device) * self.pool.length
-            self.places[heads] = cell + self.ends.repeat_interleave(heads)
-        tensor.view(-1, size).index_copy_(0, self.places[heads], new_nD.reshape(-1, size))
+        n, heads, size = new_nD.shape
+        if heads not in self._cells:
+            first = torch.arange(n * heads, device=tensor.device) * self.group.shape.row
+            self._cells[heads] = first + self.own_n.repeat_interleave(heads)
+        tensor.view(-1, size).index_copy_(0, self._cells[heads], new_nD.reshape(-1, size))
 
-    def _bias(self, heads: int, first: int, window: int | None) -> Tensor | None:
-        """(n * H, 1, J): -inf where a row has no key, None where every row sees all of them."""
-        if self.shortest == self.longest:
-            return None
-        key = (heads, window)
-        if key not in self.biases:
-            j_J = torch.arange(first, self.longest + 1, device=self.ends.device)
-            hidden_nJ = j_J > self.ends[:, None]
+    def _window(self, rule: Rule) -> int | None:
+        """None where every row is still shorter than its layer's window."""
+        longest = self.known[1] + self.own[1]
+        return None if rule.window is None or rule.window > longest else rule.window
+
+    def _seen(self, window: int | None) -> tuple[slice, slice]:
+        """Which places of the prompts and of the rows any row looks at."""
+        prompt, own = slice(0, self.known[1]), slice(0, self.own[1] + 1)
+        if window is None:
+            return prompt, own
+        first = min(max(0, self.end - window + 1), prompt.stop)
+        return slice(first, prompt.stop), slice(max(0, self.own[0] - window + 1), own.stop)
+
+    def _weights(self, scores: Tensor, window: int | None, softcap: float | None) -> Tensor:
+        """(n * H, G, J) to weights that sum to 1, in float32."""
+        if softcap is not None:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        if window is not None or self.known[0] < self.known[1] or self.own[0] < self.own[1]:
+            bias_nJ = self._bias(window)
+            scores.view(len(bias_nJ), -1, scores.shape[-1]).add_(bias_nJ[:, None])
+        return torch.softmax(scores, -1, dtype=torch.float32)
+
+    def _bias(self, window: int | None) -> Tensor:
+        """(n, J): -inf where a row has no key or its window does not reach, else 0."""
+        if window not in self._biases:
+            prompt, own = self._seen(window)
+            j_J = torch.arange(prompt.start, prompt.stop, device=self.own_n.device)
+            t_J = torch.arange(own.start, own.stop, device=self.own_n.device)
+            known_n1, own_n1 = self.known_n[:, None], self.own_n[:, None]
+            hidden_nJ = torch.cat([j_J >= known_n1, t_J > own_n1], 1)
             if window is not None:
-                hidden_nJ |= j_J <= self.ends[:, None] - window
-            dtype = self.pool.keys[0].dtype
-            bias_nJ = torch.zeros(hidden_nJ.shape, dtype=dtype, device=j_J.device)
-            bias_nJ.masked_fill_(hidden_nJ, -torch.inf)
-            self.biases[key] = bias_nJ.repeat_interleave(heads, 0)[:, None]
-        return self.biases[key]
+                last_n1 = known_n1 + own_n1 - window
+                hidden_nJ |= torch.cat([j_J <= last_n1, known_n1 + t_J <= last_n1], 1)
+            bias_nJ = torch.zeros(hidden_nJ.shape, device=j_J.device)
+            self._biases[window] = bias_nJ.masked_fill_(hidden_nJ, -torch.inf)
+        return self._biases[window]
 
 
-def weighted(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
-    """Scaled q (N, G, D) against k, v (N, J, D): the G query heads of a key head share a product.
-
-    Two batched products are as fast here as the fused kernel, which has no softcap."""
-    if softcap is not None:
-        scores = torch.bmm(q, k.transpose(1, 2)).div_(softcap).tanh_().mul_(softcap)
-        scores = scores if bias is None else scores.add_(bias)
-    elif bias is not None:
-        scores = torch.baddbmm(bias, q, k.transpose(1, 2))
-    else:
-        scores = torch.bmm(q, k.transpose(1, 2))
-    return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype), v)
+def seen(tensor: Tensor, rows: int, places: slice) -> Tensor:
+    """The first rows of a pool's (R, H, L, D) at `places`: (rows * H, J, D), a view."""
+    return tensor[:rows, :, places].flatten(0, 1)
 
 
 class DecodePlan:
     """One new token for each row of `parts`. `order` (M,) names, for each row in the order of the
     parts, its row in the pass (None: the same order)."""
 
-    def __init__(self, parts: Sequence[PoolRows], order: Tensor | None) -> None:
+    def __init__(self, parts: Sequence[GroupRows], order: Tensor | None) -> None:
         self.parts = parts
         self.order = order
         self.back = None if order is None else torch.argsort(order)

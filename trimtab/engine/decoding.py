@@ -12,26 +12,26 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimtab.engine.cached_attention import DecodePlan, PoolRows
+from trimtab.engine.cached_attention import DecodePlan, GroupRows
 from trimtab.engine.choose import Chooser, top
 from trimtab.engine.jobs import Row
-from trimtab.engine.kv import Pool
+from trimtab.engine.kv import Group
 from trimtab.engine.lora import Adapter
 from trimtab.engine.net import Net
 from trimtab.engine.weights import Weights
 
 
 class DecodeBatch:
-    """The rows of `pools`, each pool's in the order of their slots, under `weights` by row."""
+    """The rows of `groups`, each group's in the order of their slots, under `weights` by row."""
 
     def __init__(
         self,
         net: Net,
-        pools: Sequence[tuple[Pool, Sequence[Row]]],
+        groups: Sequence[Group],
         weights: Sequence[Weights],
         device: torch.device,
     ) -> None:
-        placed = [row for _, rows in pools for row in rows]
+        placed = rows_of(groups)
         order = grouped([w.adapter for w in weights])
         self.net = net
         self.rows = [placed[i] for i in order]
@@ -41,8 +41,8 @@ class DecodeBatch:
         self.chooser = Chooser.of(params, net.head.vocab_size, device)
         self.device = device
         self.tokens_B = torch.tensor([row.last_token for row in self.rows], device=device)
-        self.positions_B = torch.tensor([row.end for row in self.rows], device=device)
-        self.plan = plan_of(pools, order, device)
+        self.positions_B = torch.tensor([row.position for row in self.rows], device=device)
+        self.plan = plan_of(groups, order, device)
         self.advances = False
 
     def step(self) -> tuple[list[int], list[float], tuple[bytes, bytes] | None]:
@@ -100,16 +100,28 @@ def runs(adapters: Sequence[Adapter | None]) -> list[tuple[Adapter | None, int, 
     return out
 
 
-def plan_of(
-    pools: Sequence[tuple[Pool, Sequence[Row]]], order: Sequence[int], device: torch.device
-) -> DecodePlan:
-    """The attention of the rows of `pools`, where pass row i is row `order[i]` of them."""
+def rows_of(groups: Sequence[Group]) -> list[Row]:
+    """Every row that decodes, group by group in the order of their slots."""
+    return [row for group in groups for row in group.rows.owners]
+
+
+def plan_of(groups: Sequence[Group], order: Sequence[int], device: torch.device) -> DecodePlan:
+    """The attention of the rows of `groups`, where pass row i is row `order[i]` of them."""
     parts = []
     start = 0
-    for pool, rows in pools:
-        ends = [row.end for row in rows]
-        parts.append(PoolRows(pool, start, torch.tensor(ends, device=device), min(ends), max(ends)))
-        start += len(rows)
+    for group in groups:
+        rows = group.rows.owners
+        prompts = [row.job.prompt for row in rows]
+        part = GroupRows(
+            group,
+            start,
+            [prompt.slot for prompt in prompts],
+            [prompt.known for prompt in prompts],
+            [row.used for row in rows],
+            device,
+        )
+        parts.append(part)
+        start = part.stop
     straight = list(order) == list(range(start))
     back = torch.argsort(torch.tensor(order, device=device))
     return DecodePlan(parts, None if straight else back)

@@ -15,19 +15,32 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trimtab.engine.base import SampleWork
-from trimtab.engine.kv import Pool, PromptKV
+from trimtab.engine.kv import Group, Shape
 from trimtab.engine.scoring import PromptScorer
 from trimtab.engine.stops import Decode, Stops
 from trimtab.engine.streams import UniformStream
-from trimtab.engine.weights import Target, Weights
+from trimtab.engine.weights import Target
 from trimtab.errors import ServerError
 from trimtab.types import SampledSequence, SampleResult, TopK
 
 
+class Prompt:
+    """A request's prompt in memory: `used` of its tokens are computed, in row `slot` of a pool. All
+    but the last are; that one is the first token of each row."""
+
+    __slots__ = ("known", "slot", "tokens", "used")
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+        self.known = len(tokens) - 1
+        self.slot = -1
+        self.used = 0
+
+
 class Job:
     """A request from submission to its result. `granted` counts the samples whose row was given
-    memory, `begun` those whose row exists or existed, `open_rows` what is still to be given back;
-    `prefilled` counts the prompt tokens computed."""
+    memory, `begun` those whose row exists or existed, `open_rows` what is still to be given back.
+    """
 
     def __init__(
         self,
@@ -35,6 +48,7 @@ class Job:
         target: Target,
         *,
         limit: int,
+        longest: int,
         vocab_size: int,
         eos_token_ids: Sequence[int],
         decode: Decode | None,
@@ -44,16 +58,15 @@ class Job:
         self.request = request
         self.target = target
         self.limit = limit
-        self.prompt: list[int] = request.prompt.tolist()
-        self.stops = Stops.of(request.params, eos_token_ids, self.prompt, decode)
+        self.prompt = Prompt(request.prompt.tolist())
+        self.shape = Shape.of(self.prompt.known, limit, request.num_samples, longest)
+        self.stops = Stops.of(request.params, eos_token_ids, self.prompt.tokens, decode)
         asked = request.params.seed
         self.seed = secrets.randbits(64) if asked is None else asked
         self.head_k = min(work.head_k, vocab_size)
         self.top_k = max(self.head_k, request.topk_sample_logprobs)
         self.scorer = PromptScorer(request, self.seed)
-        self.kv: PromptKV | None = None
-        self.holds_prompt = False
-        self.prefilled = 0
+        self.group: Group | None = None  # where its prompt and its rows are
         self.granted = 0
         self.begun = 0
         self.open_rows = 0
@@ -64,21 +77,12 @@ class Job:
     def samples(self) -> int:
         return self.request.num_samples
 
-    @property
-    def context_rows(self) -> int:
-        """Prompt tokens computed before sampling: all but the last, which the first step takes."""
-        return len(self.prompt) - 1
+    def next_rows(self, count: int, version: str) -> list[Row]:
+        return [Row(self, i, version) for i in range(self.begun, self.begun + count)]
 
-    @property
-    def row_tokens(self) -> int:
-        """Places a row needs: every token but the last one drawn."""
-        return self.context_rows + self.limit
-
-    def begin_row(self, weights: Weights, pool: Pool, slot: int) -> Row:
-        row = Row(self, self.begun, weights.version, pool, slot)
-        self.begun += 1
-        self.rows.append(row)
-        return row
+    def begin(self, rows: list[Row]) -> None:
+        self.begun += len(rows)
+        self.rows += rows
 
     def finish_row(self, row: Row) -> bool:
         """Keep the row's sequence; is the request complete?"""
@@ -108,13 +112,13 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One sample being drawn, at place `slot` of `pool`."""
+    """One sample being drawn, in row `slot` of its group's pool. It remembers the prompt's last
+    token and all its own but the newest."""
 
     job: Job
     index: int
     version: str
-    pool: Pool
-    slot: int
+    slot: int = -1
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_ids: bytearray = field(default_factory=bytearray)
@@ -128,12 +132,16 @@ class Row:
 
     @property
     def last_token(self) -> int:
-        return self.tokens[-1] if self.tokens else self.job.prompt[-1]
+        return self.tokens[-1] if self.tokens else self.job.prompt.tokens[-1]
 
     @property
-    def end(self) -> int:
-        """The place, and the position, of the token it takes next."""
-        return self.job.context_rows + len(self.tokens)
+    def used(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def position(self) -> int:
+        """Of the token it takes next."""
+        return self.job.prompt.known + len(self.tokens)
 
     def accept(self, token: int, logprob: float) -> bool:
         """Take a drawn token; does the sequence end with it?"""

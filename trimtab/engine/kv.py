@@ -1,30 +1,57 @@
-"""Where keys and values lie between steps: one store a prompt, and pools of equally long rows.
+"""Where keys and values lie between steps: prompts once for all their samples, and a row a sample.
 
-R rows of a pool, H key/value heads, L places of a row, D head size, P prompt tokens.
+R rows of a pool, H key/value heads, L places of a row, D head size.
 
-A prompt is computed once and copied to the rows that continue it. A row gets a place for every
-token it may ever hold, in the pool of the next length class, so a decoding row never waits and
-never moves to another pool; rows stay packed at a pool's front. All is counted against one budget
-of places. Knows nothing of requests, tokens or attention.
+A group holds requests of one shape: a pool of their prompts, a pool of their samples' own tokens.
+A sample never copies its prompt. Each gets a place for every token it may ever hold when it is
+admitted, so a decoding row never waits and never moves to another pool; rows stay packed at their
+pool's front. All is counted against one budget of places. Knows nothing of requests or attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
 
-SHORTEST = 64
+SHORTEST = 32
 
 
-def length_class(places: int, longest: int) -> int:
-    """The next of 64, 96, 128, 192, 256, 384, ... that holds `places`, at most `longest`.
+class Owner(Protocol):
+    """Who has a row: `slot` is its number, `used` how many of its places hold something."""
 
-    >>> length_class(130, 4096), length_class(4000, 4096)
-    (192, 4096)
-    """
+    slot: int
+
+    @property
+    def used(self) -> int: ...
+
+
+class Shape(NamedTuple):
+    """What requests of one group have in common: places of a prompt (0: no prompt to remember) and
+    of a sample's own tokens, and about how many samples share a prompt."""
+
+    prompt: int
+    row: int
+    samples: int
+
+    @staticmethod
+    def of(prompt: int, row: int, samples: int, longest: int) -> Shape:
+        """Rounded up, so that few shapes are many requests' and little is wasted.
+
+        >>> Shape.of(prompt=70, row=130, samples=3, longest=4096)
+        Shape(prompt=96, row=192, samples=4)
+        """
+        return Shape(
+            rounded(prompt, longest) if prompt else 0,
+            rounded(row, longest),
+            1 << (samples - 1).bit_length(),
+        )
+
+
+def rounded(places: int, longest: int) -> int:
+    """The next of 32, 48, 64, 96, 128, 192, ... that holds `places`, at most `longest`."""
     size = SHORTEST
     while size < places:
         half = size + size // 2
@@ -46,87 +73,85 @@ class KVLayout:
     def bytes_per_token(self) -> int:
         return self.dtype.itemsize * sum(h * (dk + dv) for h, dk, dv in self.layers)
 
-    def zeros(self, *shape: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of every layer, (*shape[:-1], H, shape[-1], D)."""
-        *outer, places = shape
-        keys, values = [], []
-        for heads, key_size, value_size in self.layers:
-            for into, size in ((keys, key_size), (values, value_size)):
-                into.append(
-                    torch.zeros(*outer, heads, places, size, dtype=self.dtype, device=self.device)
-                )
-        return keys, values
-
-
-class PromptKV:
-    """Keys and values (H, P, D) a layer of one prompt."""
-
-    def __init__(self, layout: KVLayout, places: int) -> None:
-        self.places = places
-        self.keys, self.values = layout.zeros(places)
-
 
 class Pool:
-    """Keys and values (R, H, L, D) a layer; the first `used` of the R rows are taken.
+    """Keys and values (R, H, L, D) a layer; the first rows are taken, each by one of `owners`.
 
     Attention multiplies what a row does not have by zero, so every place must hold a finite number:
     it begins as zero, and `clear` makes it so again."""
 
     def __init__(self, layout: KVLayout, length: int) -> None:
         self.length = length
-        self.used = 0
         self.capacity = 0
-        self.keys, self.values = layout.zeros(0, length)
+        self.owners: list[Owner] = []
+        options = {"dtype": layout.dtype, "device": layout.device}
+        self.keys = [torch.zeros(0, h, length, dk, **options) for h, dk, _ in layout.layers]
+        self.values = [torch.zeros(0, h, length, dv, **options) for h, _, dv in layout.layers]
+
+    @property
+    def places(self) -> int:
+        return self.capacity * self.length
 
     def resize(self, capacity: int) -> None:
         """A tensor at a time, so that growing never holds two copies of the pool."""
+        used = len(self.owners)
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
                 new = old.new_zeros(capacity, *old.shape[1:])
-                new[: self.used] = old[: self.used]
+                new[:used] = old[:used]
                 tensors[layer] = new
         self.capacity = capacity
 
-    def fill(self, row: int, count: int, prompt: PromptKV) -> None:
-        """Copy a prompt to `count` rows from `row` on, zeros behind it: what a masked product
-        does not look at must still be a number, whatever the row held before."""
-        for mine, theirs in ((self.keys, prompt.keys), (self.values, prompt.values)):
-            for into, source in zip(mine, theirs, strict=True):
-                into[row : row + count, :, : prompt.places] = source
-                into[row : row + count, :, prompt.places :] = 0
+    def add(self, owner: Owner) -> None:
+        owner.slot = len(self.owners)
+        self.owners.append(owner)
 
-    def clear(self, row: int) -> None:
+    def remove(self, owner: Owner) -> None:
+        """Give a row back; the last row takes its number."""
+        last = self.owners.pop()
+        if last is owner:
+            return
         for tensors in (self.keys, self.values):
             for tensor in tensors:
-                tensor[row] = 0
+                tensor[owner.slot, :, : last.used] = tensor[last.slot, :, : last.used]
+        last.slot = owner.slot
+        self.owners[last.slot] = last
 
-    def move(self, source: int, into: int) -> None:
-        """Copy a row over another, whole."""
+    def clear(self, owner: Owner) -> None:
         for tensors in (self.keys, self.values):
             for tensor in tensors:
-                tensor[into] = tensor[source]
+                tensor[owner.slot] = 0
+
+
+class Group:
+    """The prompts and the rows of requests of one shape."""
+
+    def __init__(self, layout: KVLayout, shape: Shape) -> None:
+        self.shape = shape
+        self.prompts = Pool(layout, shape.prompt)
+        self.rows = Pool(layout, shape.row)
+
+    @property
+    def pools(self) -> tuple[Pool, Pool]:
+        return self.prompts, self.rows
 
 
 class KVMemory:
-    """The pools and the budget. `reserve` and `release` count places; what is allocated never
+    """The groups and the budget. `reserve` and `release` count places; what is allocated never
     exceeds the budget as long as every prompt and every row was reserved.
 
-    >>> memory = KVMemory(layout, budget=4096, longest=512)
-    >>> memory.reserve(memory.row_places(100))
-    True
+        >>> memory = KVMemory(layout, budget=4096)
+        >>> memory.reserve(shape.prompt) and memory.reserve(shape.row)
+        True
+        >>> group = memory.group(shape)
+        >>> memory.add(group.prompts, [prompt])
     """
 
-    def __init__(self, layout: KVLayout, budget: int, longest: int) -> None:
+    def __init__(self, layout: KVLayout, budget: int) -> None:
         self.layout = layout
         self.budget = budget
-        self.longest = longest
         self.reserved = 0
-        self.prompts = 0
-        self.pools: dict[int, Pool] = {}
-
-    def row_places(self, places: int) -> int:
-        """What a row that needs `places` takes of the budget."""
-        return length_class(places, self.longest)
+        self.groups: dict[Shape, Group] = {}
 
     def reserve(self, places: int) -> bool:
         if self.reserved + places > self.budget:
@@ -136,53 +161,44 @@ class KVMemory:
 
     def release(self, places: int) -> None:
         self.reserved -= places
-        assert self.reserved >= 0
+        assert self.reserved >= 0, "more was released than reserved"
 
-    def new_prompt(self, places: int) -> PromptKV:
-        if self.allocated() + places > self.budget:
-            self._give_up_spare_rows(self.pools.values())
-        self.prompts += places
-        return PromptKV(self.layout, places)
+    def group(self, shape: Shape) -> Group:
+        if shape not in self.groups:
+            self.groups[shape] = Group(self.layout, shape)
+        return self.groups[shape]
 
-    def drop_prompt(self, prompt: PromptKV) -> None:
-        self.prompts -= prompt.places
+    def add(self, pool: Pool, owners: list[Owner]) -> None:
+        """Give each of `owners` a row that was reserved."""
+        needed = len(pool.owners) + len(owners)
+        if needed > pool.capacity:
+            pool.resize(self._grown(pool, needed))
+        for owner in owners:
+            pool.add(owner)
 
-    def add_rows(self, length: int, count: int) -> tuple[Pool, int]:
-        """Take `count` reserved rows: their pool and the first of their numbers in it."""
-        pool = self.pools.get(length)
-        if pool is None:
-            pool = self.pools[length] = Pool(self.layout, length)
-        first = pool.used
-        if first + count > pool.capacity:
-            pool.resize(self._grown(pool, first + count))
-        pool.used += count
-        return pool, first
-
-    def remove_row(self, pool: Pool, row: int, places: int) -> None:
-        """Give a row back; the last row, holding `places`, takes its number."""
-        pool.used -= 1
-        if row != pool.used:
-            pool.move(pool.used, row)
-        if pool.used == 0:
-            del self.pools[pool.length]
-        elif pool.used <= pool.capacity // 4:
+    def remove(self, group: Group, pool: Pool, owner: Owner) -> None:
+        pool.remove(owner)
+        if not any(p.owners for p in group.pools):
+            del self.groups[group.shape]
+        elif len(pool.owners) <= pool.capacity // 4:
             pool.resize(pool.capacity // 2)
 
-    def allocated(self, pools: Iterable[Pool] | None = None) -> int:
+    def allocated(self) -> int:
         """Places in memory now."""
-        of = self.pools.values() if pools is None else pools
-        return self.prompts + sum(p.capacity * p.length for p in of)
+        return sum(pool.places for pool in self._pools())
 
     def _grown(self, pool: Pool, needed: int) -> int:
-        others = [p for p in self.pools.values() if p is not pool]
-        room = (self.budget - self.allocated(others)) // pool.length
-        if room < needed:
-            self._give_up_spare_rows(others)
-            room = (self.budget - self.allocated(others)) // pool.length
+        if self._room_for(pool) < needed:
+            for other in self._pools():
+                if other is not pool and other.capacity > len(other.owners):
+                    other.resize(len(other.owners))
+        room = self._room_for(pool)
         assert room >= needed, "rows were taken that were not reserved"
         return min(room, max(needed, 2 * pool.capacity))
 
-    def _give_up_spare_rows(self, pools: Iterable[Pool]) -> None:
-        for pool in pools:
-            if pool.capacity > pool.used:
-                pool.resize(pool.used)
+    def _room_for(self, pool: Pool) -> int:
+        return (self.budget - self.allocated() + pool.places) // max(1, pool.length)
+
+    def _pools(self) -> Iterator[Pool]:
+        for group in self.groups.values():
+            yield from group.pools

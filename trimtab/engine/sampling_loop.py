@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from trimtab.engine.cached_attention import Piece, PrefillPlan
-from trimtab.engine.decoding import DecodeBatch, runs
+from trimtab.engine.decoding import DecodeBatch, rows_of, runs
 from trimtab.engine.jobs import Job, Row
-from trimtab.engine.kv import KVMemory, Pool
+from trimtab.engine.kv import Group, KVMemory
 from trimtab.engine.net import Net
 from trimtab.engine.sampling_limits import SamplerLimits
 from trimtab.engine.weights import Target, Weights, WeightsShelf
@@ -53,7 +53,6 @@ class SamplingLoop:
         self._prefilling: deque[Job] = deque()
         self._ready: list[Job] = []  # prompt computed, rows still to begin
         self._active: dict[Job, None] = {}  # holding weights and memory
-        self._placed: dict[Pool, list[Row]] = {}
         self._open_rows = 0
         self._batch: DecodeBatch | None = None
         self._batch_weights: dict[Target, Weights] = {}
@@ -66,9 +65,9 @@ class SamplingLoop:
     def busy(self) -> bool:
         return bool(self._queue or self._active)
 
-    def places(self, prompt: int, tokens: int) -> tuple[int, int]:
-        """Memory that `tokens` after `prompt` computed ones need, and all there is, in tokens."""
-        return prompt + self._memory.row_places(prompt + tokens), self._memory.budget
+    @property
+    def memory(self) -> KVMemory:
+        return self._memory
 
     def add(self, job: Job) -> None:
         self._queue.append(job)
@@ -106,16 +105,15 @@ class SamplingLoop:
 
     def _begin(self, job: Job) -> bool:
         """Take the prompt and the first row together, so that what is begun can always go on."""
-        if not self._memory.reserve(job.context_rows):
+        if not self._memory.reserve(job.shape.prompt):
             return False
         if not self._reserve_row(job):
-            self._memory.release(job.context_rows)
+            self._memory.release(job.shape.prompt)
             return False
-        job.holds_prompt = True
         try:
             self._shelf.hold(job.target)
         except Exception as error:  # the adapter may be unreadable in any way; only it fails
-            self._release_memory(job)
+            self._release(job)
             job.fail(as_server_error("the weights could not be read", error))
             return True
         self._active[job] = None
@@ -123,32 +121,23 @@ class SamplingLoop:
         return True
 
     def _reserve_row(self, job: Job) -> bool:
-        places = self._memory.row_places(job.row_tokens)
-        if self._open_rows >= self._limits.rows or not self._memory.reserve(places):
+        if self._open_rows >= self._limits.rows or not self._memory.reserve(job.shape.row):
             return False
         self._open_rows += 1
         job.open_rows += 1
         job.granted += 1
         return True
 
-    def _release_memory(self, job: Job) -> None:
-        """Whatever of it the job still has."""
-        self._release_prompt(job)
-        while job.open_rows:
-            self._release_row(job)
-
-    def _release_prompt(self, job: Job) -> None:
-        if job.kv is not None:
-            self._memory.drop_prompt(job.kv)
-            job.kv = None
-        if job.holds_prompt:
-            self._memory.release(job.context_rows)
-            job.holds_prompt = False
-
     def _release_row(self, job: Job) -> None:
-        self._memory.release(self._memory.row_places(job.row_tokens))
+        self._memory.release(job.shape.row)
         self._open_rows -= 1
         job.open_rows -= 1
+
+    def _release(self, job: Job) -> None:
+        """All the memory that a begun job still has."""
+        while job.open_rows:
+            self._release_row(job)
+        self._memory.release(job.shape.prompt)
 
     def _drop_cancelled(self) -> None:
         for job in [j for j in itertools.chain(self._queue, self._active) if j.future.cancelled()]:
@@ -166,21 +155,19 @@ class SamplingLoop:
         for place in (self._queue, self._prefilling, self._ready):
             if job in place:
                 place.remove(job)
-        if job in self._active:
-            del self._active[job]
-            self._release_memory(job)
-            self._shelf.release(job.target)
+        if job not in self._active:
+            return
+        del self._active[job]
+        if job.group is not None:
+            self._memory.remove(job.group, job.group.prompts, job.prompt)
+            self._batch = None
+        self._release(job)
+        self._shelf.release(job.target)
 
     def _remove(self, row: Row) -> None:
-        """Take a row out of its pool; the pool's last row moves to its place."""
-        rows = self._placed[row.pool]
-        last = rows.pop()
-        self._memory.remove_row(row.pool, row.slot, last.end)
-        if last is not row:
-            rows[row.slot] = last
-            last.slot = row.slot
-        if not rows:
-            del self._placed[row.pool]
+        group = row.job.group
+        assert group is not None, "a row has a group"
+        self._memory.remove(group, group.rows, row)
         self._batch = None
 
     # ----------------------------------------------------------------------- prompts
@@ -204,10 +191,10 @@ class SamplingLoop:
 
     def _next_parts(self) -> list[_Part]:
         """The first prompts' next tokens, as many as one step may compute."""
-        room = self._limits.prefill_tokens * (1 if self._placed else _IDLE_PREFILL)
+        room = self._limits.prefill_tokens * (1 if self._decoding() else _IDLE_PREFILL)
         parts = []
         for job in self._prefilling:
-            rows = min(room, job.context_rows - job.prefilled)
+            rows = min(room, job.prompt.known - job.prompt.used)
             weights = job.target.weights
             assert weights is not None, "an active job holds its target"
             parts.append(_Part(job, weights, rows))
@@ -220,11 +207,10 @@ class SamplingLoop:
         """(M, hidden) of the parts one after another."""
         pieces, tokens, positions, adapters = [], [], [], []
         for job, weights, rows in parts:
-            if job.kv is None:
-                job.kv = self._memory.new_prompt(job.context_rows)
-            span = range(job.prefilled, job.prefilled + rows)
-            pieces.append(Piece(job.kv, span.start, rows))
-            tokens += job.prompt[span.start : span.stop]
+            group = self._group(job)
+            span = range(job.prompt.used, job.prompt.used + rows)
+            pieces.append(Piece(group.prompts, job.prompt, span.start, rows))
+            tokens += job.prompt.tokens[span.start : span.stop]
             positions += span
             adapters += [weights.adapter] * rows
         if not tokens:
@@ -236,12 +222,20 @@ class SamplingLoop:
             runs(adapters),
         )
 
+    def _group(self, job: Job) -> Group:
+        """The job's group, its prompt in it."""
+        if job.group is None:
+            group = self._memory.group(job.shape)
+            self._memory.add(group.prompts, [job.prompt])
+            job.group = group
+        return job.group
+
     def _prefilled(self, part: _Part, hidden: Tensor) -> None:
         job = part.job
         if job.scorer.anything:
             try:
                 job.scorer.score(
-                    job.prefilled,
+                    job.prompt.used,
                     hidden,
                     self._net.head,
                     part.weights.adapter,
@@ -250,8 +244,8 @@ class SamplingLoop:
             except Exception as error:  # only this request asked for it
                 self._fail(job, as_server_error("scoring the prompt failed", error))
                 return
-        job.prefilled += part.rows
-        if job.prefilled == job.context_rows:
+        job.prompt.used += part.rows
+        if job.prompt.used == job.prompt.known:
             self._prefilling.remove(job)
             self._ready.append(job)
 
@@ -266,49 +260,46 @@ class SamplingLoop:
                 self._fail(job, as_server_error("making room for its samples failed", error))
                 continue
             if job.begun == job.samples:
-                self._release_prompt(job)
                 self._ready.remove(job)
 
     def _place(self, job: Job, count: int) -> None:
-        length = self._memory.row_places(job.row_tokens)
-        pool, first = self._memory.add_rows(length, count)
-        assert job.target.weights is not None
-        rows = [
-            job.begin_row(job.target.weights, pool, slot) for slot in range(first, first + count)
-        ]
-        self._placed.setdefault(pool, []).extend(rows)
-        if job.kv is not None:
-            pool.fill(first, count, job.kv)
+        assert job.target.weights is not None, "an active job holds its target"
+        rows = job.next_rows(count, job.target.weights.version)
+        self._memory.add(self._group(job).rows, rows)
+        job.begin(rows)
         self._batch = None
 
     # ----------------------------------------------------------------------- decoding
 
     def _decode(self) -> None:
-        if not self._placed:
+        groups = self._decoding()
+        if not groups:
             return
         try:
-            batch = self._current_batch()
+            batch = self._current_batch(groups)
             ids, logprobs, best = batch.step()
         except (
             Exception
         ) as error:  # out of memory, most likely: those in the step fail, others go on
             self._batch = None
-            for job in {row.job: None for rows in self._placed.values() for row in rows}:
+            for job in dict.fromkeys(row.job for row in rows_of(groups)):
                 self._fail(job, as_server_error("a decode step failed", error))
             return
         if best is not None:
             batch.record(best)
         self._accept(batch.rows, ids, logprobs)
 
-    def _current_batch(self) -> DecodeBatch:
+    def _decoding(self) -> list[Group]:
+        return [group for group in self._memory.groups.values() if group.rows.owners]
+
+    def _current_batch(self, groups: list[Group]) -> DecodeBatch:
         changed = any(t.weights is not w for t, w in self._batch_weights.items())
         if self._batch is None or changed:
-            self._batch = self._new_batch()
+            self._batch = self._new_batch(groups)
         return self._batch
 
-    def _new_batch(self) -> DecodeBatch:
-        pools = list(self._placed.items())
-        rows = [row for _, rows in pools for row in rows]
+    def _new_batch(self, groups: list[Group]) -> DecodeBatch:
+        rows = rows_of(groups)
         now: dict[Target, Weights] = {}
         for row in rows:
             target = row.job.target
@@ -318,7 +309,7 @@ class SamplingLoop:
             row.switch(now[target].version)
         self._batch_weights = now
         weights = [now[row.job.target] for row in rows]
-        return DecodeBatch(self._net, pools, weights, self._device)
+        return DecodeBatch(self._net, groups, weights, self._device)
 
     def _accept(self, rows: Iterable[Row], ids: list[int], logprobs: list[float]) -> None:
         ended: list[Row] = []
@@ -327,12 +318,18 @@ class SamplingLoop:
                 if row.accept(token, logprob):
                     ended.append(row)
             except Exception as error:  # a tokenizer, or numbers that are none: only this request
-                for each in row.job.rows:
-                    each.pool.clear(each.slot)
+                self._clear(row.job)
                 self._fail(row.job, as_server_error("taking a token failed", error))
         for row in ended:
             if row.job in self._active:
                 self._finish(row)
+
+    def _clear(self, job: Job) -> None:
+        """Leave no number behind that is none."""
+        assert job.group is not None, "a row has a group"
+        job.group.prompts.clear(job.prompt)
+        for row in job.rows:
+            job.group.rows.clear(row)
 
     def _finish(self, row: Row) -> None:
         job = row.job

@@ -79,7 +79,7 @@ def check_net(net: Net, expected: Tensor, dtype: torch.dtype) -> dict[int, int |
 def mismatch(sampler: Net, learner: Net, device: torch.device) -> float:
     """KL(q || p) in nats a token between the two nets on the same weights, over the probe's rows:
     what the sampler's numerics alone put between q and p (0 where both compute alike)."""
-    tokens = torch.tensor(sum(probe(learner.head.vocab_size), []), device=device)
+    tokens = torch.tensor([*chain(*probe(learner.head.vocab_size))], device=device)
     positions = torch.cat([torch.arange(n, device=device) for n in LENGTHS])
     log_q, log_p = (
         net.head.logits(net.hidden(tokens, positions, PackedCausal(LENGTHS), []), [])

@@ -19,9 +19,11 @@ from trimtab.engine import checkpoint
 from trimtab.engine.adapters import check_lora, new_adapter
 from trimtab.engine.attention import PackedCausal
 from trimtab.engine.batching import (
+    Joined,
     MicroBatch,
     asked_ids,
     check_data,
+    joined,
     micro_batches,
     packed,
     temperatures,
@@ -44,7 +46,6 @@ from trimtab.types import (
     LossSpec,
     OptimStepResult,
     TrainingBatch,
-    TrainingDatum,
 )
 
 MICRO_BATCH_TOKENS = 2048
@@ -131,24 +132,23 @@ class TorchLearner:
     def _forward(self, adapter: Adapter, micro: MicroBatch, run: Run) -> Tensor:
         """The summed loss of a micro-batch; its log-probabilities and metrics go to `run`."""
         losses = []
-        for datum, logprobs_NK, tempered_NK in self._logprobs(adapter, micro):
-            outputs = run.loss_of(datum, logprobs_NK, tempered_NK, self._device)
+        for piece, logprobs_NK, tempered_NK in self._logprobs(adapter, micro):
+            outputs = run.loss_of(piece, logprobs_NK, tempered_NK, self._device)
             losses.append(outputs.loss)
         return torch.stack(losses).sum()
 
-    def _logprobs(
-        self, adapter: Adapter, micro: MicroBatch
-    ) -> list[tuple[TrainingDatum, Tensor, Tensor]]:
-        """Each datum with the learner's log-probabilities (N, K) at the ids it asks for, untempered
-        with their gradient and tempered without."""
+    def _logprobs(self, adapter: Adapter, micro: MicroBatch) -> list[tuple[Joined, Tensor, Tensor]]:
+        """Each piece of the micro-batch with the learner's log-probabilities (N, K) at the ids it
+        asks for, untempered with their gradient and tempered without."""
         tokens_M, positions_M = packed(micro, self._device)
         plan = [(adapter, 0, len(tokens_M))]
         hidden_M = self._net.hidden(tokens_M, positions_M, PackedCausal(micro.lengths), plan)
         logprobs_MK, tempered_MK = self._net.head.selected_logprobs(
             hidden_M, asked_ids(micro, self._device), plan, temperatures(micro, self._device)
         )
-        each = unpack(logprobs_MK, micro), unpack(tempered_MK, micro)
-        return list(zip(micro.data, *each, strict=True))
+        pieces = joined(micro)
+        each = unpack(logprobs_MK, pieces), unpack(tempered_MK, pieces)
+        return list(zip(pieces, *each, strict=True))
 
     def _gradients(
         self, model: Training, loss: Tensor, micro: MicroBatch, run: Run
@@ -210,11 +210,12 @@ class Run:
         return Run(self.loss, self.config, self.learner_step)
 
     def loss_of(
-        self, datum: TrainingDatum, logprobs_NK: Tensor, tempered_NK: Tensor, device: torch.device
+        self, piece: Joined, logprobs_NK: Tensor, tempered_NK: Tensor, device: torch.device
     ) -> LossOutputs:
-        inputs = loss_inputs(datum, logprobs_NK, tempered_NK, self.learner_step, device)
+        inputs = loss_inputs(piece, logprobs_NK, tempered_NK, self.learner_step, device)
         outputs = self.loss(inputs, self.config)
-        self.logprobs.append(inputs.target_logprobs.detach().float().cpu().numpy())
+        logprobs = inputs.target_logprobs.detach().float().cpu()
+        self.logprobs.extend(part.numpy() for part in logprobs.split(piece.lengths))
         self.metrics.append({"loss:sum": outputs.loss.detach(), **outputs.metrics})
         return outputs
 
@@ -227,13 +228,14 @@ class Run:
 
 
 def loss_inputs(
-    datum: TrainingDatum,
+    piece: Joined,
     logprobs_NK: Tensor,
     tempered_NK: Tensor,
     learner_step: float,
     device: torch.device,
 ) -> LossInputs:
-    """The columns of one datum, told apart: its targets first, then the recorded head."""
+    """The columns of one piece, told apart: its targets first, then the recorded head."""
+    datum = piece.datum
     tensors = {name: to(array, device) for name, array in datum.inputs.items()}
     targets = tensors["target_tokens"]
     own = 1 if targets.ndim == 1 else targets.shape[1]
@@ -255,7 +257,7 @@ def loss_inputs(
             target_ids_N=targets,
             learner_step=learner_step,
         )
-    return LossInputs(target_logprobs, tensors, stability)
+    return LossInputs(target_logprobs, tensors, stability, to(piece.datum_N, device))
 
 
 def gradients_of(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:

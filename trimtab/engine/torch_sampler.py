@@ -16,7 +16,7 @@ from trimtab.engine import checkpoint
 from trimtab.engine.base import SampleWork
 from trimtab.engine.cached_attention import layout_of
 from trimtab.engine.jobs import Job
-from trimtab.engine.kv import KVMemory
+from trimtab.engine.kv import KVMemory, Shape
 from trimtab.engine.lora import Adapter
 from trimtab.engine.models import BaseModel
 from trimtab.engine.numerics import use_threads
@@ -63,7 +63,7 @@ class TorchSampler:
 
     def _new_loop(self) -> SamplingLoop:
         budget = self.limits.kv_bytes // self._layout.bytes_per_token
-        memory = KVMemory(self._layout, budget, self.info.max_context)
+        memory = KVMemory(self._layout, budget)
         net, device = self._base.sampler_net, self._base.device
         return SamplingLoop(net, memory, self._shelf, self.limits, device)
 
@@ -89,7 +89,9 @@ class TorchSampler:
 
     def check(self, request: Sample) -> None:
         check_sample(request, self.info, self.limits, has_tokenizer=self._decode is not None)
-        need, most = self._loop.places(len(request.prompt) - 1, new_tokens(request, self.info))
+        context, tokens = len(request.prompt) - 1, new_tokens(request, self.info)
+        shape = Shape.of(context, tokens, request.num_samples, self.info.max_context)
+        need, most = shape.prompt + shape.row, self._loop.memory.budget
         if need > most:
             raise Invalid(
                 f"prompt and max_tokens ({request.params.max_tokens}) need memory for {need} "
@@ -102,6 +104,7 @@ class TorchSampler:
             work,
             self._shelf.find(work.target),
             limit=new_tokens(work.request, self.info),
+            longest=self.info.max_context,
             vocab_size=self.info.vocab_size,
             eos_token_ids=self.info.eos_token_ids,
             decode=self._decode,

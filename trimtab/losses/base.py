@@ -1,4 +1,4 @@
-"""What a loss is: tensors of one datum in, one scalar and its metrics out.
+"""What a loss is: tensors of one or several datums in, one scalar and its metrics out.
 
 Knows nothing of models, batches, spans or sequence ids. Shape letters: N rows of a datum, K the
 recorded head (or, for `target_logprobs` of cross_entropy, alternatives a position).
@@ -18,7 +18,7 @@ Metrics = dict[str, float | Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StabilityInputs:
-    """What was recorded at sampling beside what the learner says now, row by row of one datum.
+    """What was recorded at sampling beside what the learner says now, row by row.
 
     "Tempered" is log-softmax(logits / temperature_N); the others are log-softmax(logits). Only
     `head_target_logprobs_NK` carries a gradient. Rows that are not recorded may hold anything.
@@ -55,12 +55,14 @@ class StabilityInputs:
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """`target_logprobs` (N,) or (N, K), full-vocabulary log-softmax with its gradient; `tensors`
-    the dense inputs of the datum by name. Example: `{"target_tokens": int64 (N,), "logprobs":
-    float32 (N,), "advantages": float32 (N,)}`. All shapes have been checked."""
+    the dense inputs by name. Rows of several datums may stand one after another: `datum_N` then
+    numbers the datums 0, 1, ... (None: all rows are of one). Example: `{"target_tokens": int64
+    (N,), "logprobs": float32 (N,), "advantages": float32 (N,)}`. All shapes have been checked."""
 
     target_logprobs: Tensor
     tensors: Mapping[str, Tensor]
     stability: StabilityInputs | None = None
+    datum_N: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class LossOutputs:
     """`loss` is a 0-d tensor, summed over rows (reported as `loss:sum` by the caller, not here).
 
     Metric names end in `:sum`, `:max` or `:min`; values are floats or detached 0-d tensors, joined
-    over datums by `metrics.combine`. A `:max` (`:min`) over no rows is -inf (+inf) and is left out
+    over calls by `metrics.combine`. A `:max` (`:min`) over no rows is -inf (+inf) and is left out
     of what `combine` returns.
     """
 
@@ -81,7 +83,7 @@ LossFn = Callable[[LossInputs, Mapping[str, float]], LossOutputs]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A named loss: `LOSSES["ppo"](inputs, {"clip_low_threshold": 0.8, ...})` for one datum, with
+    """A named loss: `LOSSES["ppo"](inputs, {"clip_low_threshold": 0.8, ...})`, with
     every key of `spec.config` present."""
 
     spec: LossSpec

@@ -75,7 +75,7 @@ def dro(inputs: LossInputs, config: Config) -> LossOutputs:
 
 def gspo(inputs: LossInputs, config: Config) -> LossOutputs:
     """-sum min(s_t A, clip(s_t, lo, hi) A) with s_t = sg[s / p(x)] p(x) and s = exp of the mean
-    log r over the rows of `sequence_ratio_mask` (1 if there are none).
+    log r over the datum's rows of `sequence_ratio_mask` (1 if there are none).
 
     A row acts by its advantage, inside the mask or not; a row inside the mask enters s whatever its
     advantage. Gradient -s A, or 0 on the clipped branch.
@@ -84,15 +84,19 @@ def gspo(inputs: LossInputs, config: Config) -> LossOutputs:
     mask_N = inputs.tensors["sequence_ratio_mask"] != 0
     target_N = inert(mask_N, inputs.target_logprobs.detach())
     sampled_N = inert(mask_N, inputs.tensors["logprobs"].to(target_N.dtype))
-    mean_log_ratio = clamp_log_ratio(target_N - sampled_N).sum() / mask_N.sum().clamp(min=1)
-    ratio_N = (mean_log_ratio + rows.logp_N - rows.logp_N.detach()).exp()
-    ratio = mean_log_ratio.exp().float()
+    datum_N = inputs.datum_N
+    datum_N = torch.zeros_like(mask_N, dtype=torch.int64) if datum_N is None else datum_N
+    log_ratio_N = clamp_log_ratio(target_N - sampled_N)
+    total_D = log_ratio_N.new_zeros(int(datum_N[-1]) + 1).index_add(0, datum_N, log_ratio_N)
+    count_D = torch.zeros_like(total_D).index_add(0, datum_N, mask_N.to(total_D.dtype))
+    mean_D = total_D / count_D.clamp(min=1)
+    ratio_N = (mean_D[datum_N] + rows.logp_N - rows.logp_N.detach()).exp()
     both_N = rows.active_N & mask_N
     metrics = {
         **row_metrics(rows.active_N, rows.advantages_N, rows.clamped_N),
         **ratio_metrics(rows.log_ratio_N, rows.logq_N, both_N),
-        "sequence_ratio/num:sum": ratio,
-        "sequence_ratio/den:sum": 1.0,
+        "sequence_ratio/num:sum": mean_D.exp().sum().float(),
+        "sequence_ratio/den:sum": float(len(mean_D)),
     }
     return _clipped(rows, ratio_N, config, metrics)
 
