@@ -139,9 +139,11 @@ async def improve(
         if control:
             random.shuffle(advantages)
         data = [datum(r, a) for r, a in zip(rollouts, advantages, strict=True) if a]
-        trained = client.forward_backward(data, knobs.loss_fn)
-        updated = client.optim_step(adam)
-        metrics = (await trained).metrics | ((await updated).metrics or {})
+        metrics: dict[str, float] = {}
+        if data:  # else every group agreed with itself: nothing to learn
+            trained = client.forward_backward(data, knobs.loss_fn)
+            updated = client.optim_step(adam)
+            metrics = (await trained).metrics | ((await updated).metrics or {})
         view.stepped(run, step + 1, rollouts, data, metrics)
 
 
