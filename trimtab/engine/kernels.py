@@ -33,6 +33,7 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, integer: bool) -> None:
         super().__init__()
+        self.out_features, self.in_features = weight_OI.shape
         q_OI, self.scale_O = quantise_rows(weight_OI.float())
         self.q_OI = q_OI if integer else q_OI.float()
         self.bias_O = bias_O
