@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, GPT2Config
 
+from trimtab.engine.models import BaseModel
 from trimtab.engine.torch_learner import TorchLearner
+from trimtab.tiny import quiet
 from trimtab.types import LoraConfig
 
 from .reference import (
@@ -40,6 +43,20 @@ def test_logprobs_equal_transformers_and_peft_at_every_position(base, tmp_path):
     learner.load_state("again", tmp_path / "a", optimizer=False)
     assert gap(learner, model, "again") < 1e-4
     assert gap(learner, plain(base.info.path)) > 0.1  # the adapter matters
+
+
+def test_absolute_positions_and_transposed_linears_agree_too(tmp_path):
+    config = GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4, n_positions=64)
+    with torch.random.fork_rng(), quiet():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    base = BaseModel.load("gpt2", tmp_path, learner_dtype="float32", sampler_dtype="float32")
+    learner = TorchLearner(base, micro_batch_tokens=24)
+    learner.create("m", LoraConfig(rank=4, seed=1))
+    train(learner, 3)
+    learner.save_adapter("m", tmp_path / "a")
+    assert gap(learner, plain(tmp_path, tmp_path / "a")) < 1e-4
+    assert gap(learner, plain(tmp_path)) > 0.1
 
 
 def test_alternatives_equal_transformers(base):
