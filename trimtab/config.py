@@ -58,8 +58,10 @@ class ServerConfig(BaseModel):
         description="What the learner computes in; auto measures and takes bfloat16 only where it "
         "is clearly faster and loses nothing of the stored weights.",
     )
-    sampler_dtype: str = Field(
-        "auto", description="What the sampler computes in: auto, or a dtype the engine offers."
+    sampler_dtype: Literal["auto", "float32", "bfloat16", "int8", "int4"] = Field(
+        "auto",
+        description="What the sampler computes in; int8 and int4 round its own copy of the base "
+        "weights, and adapters stay as they are.",
     )
     max_context: int | None = Field(
         None, ge=2, description="Tokens a sequence may have; by default what the model allows."

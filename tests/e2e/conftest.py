@@ -49,8 +49,13 @@ def model_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def server(model_folder, tmp_path_factory):
     """Chunks of two datums, so that an ordinary batch arrives in several requests."""
-    data_dir = tmp_path_factory.mktemp("data")
-    with _serving(model=(f"{MODEL}={model_folder}",), data_dir=data_dir, chunk_datums=2) as server:
+    config = {
+        "model": (f"{MODEL}={model_folder}",),
+        "data_dir": tmp_path_factory.mktemp("data"),
+        "chunk_datums": 2,
+        "threads": 1,
+    }
+    with _serving(**config) as server:
         yield server
 
 

@@ -31,7 +31,7 @@ def neighbour(service):
         while not done.is_set():
             client.forward_backward(batch(2), "cross_entropy")
             steps.append(client.optim_step(types.AdamParams(learning_rate=1e-4)).result(30))
-            time.sleep(0.05)
+            time.sleep(0.1)
 
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(work)
@@ -188,6 +188,16 @@ def test_broken_bodies(http, ids):
     refused(forward_backward(http, torn, **{"Content-Encoding": "zstd"}), 400, "broken zstd")
     refused(forward_backward(http, body, **{"Content-Encoding": "zstd"}), 400, "broken zstd")
     refused(forward_backward(http, body, **{"Content-Encoding": "gzip"}), 400, "Content-Encoding")
+
+
+def test_numbers_no_queue_has(http, ids):
+    for number in (-1, 0, 2**63, 2**64 - 1):
+        body = {"model_id": ids["model"], "seq_id": number, "adam_params": {}}
+        found = http.post("/optim_step", json=body)
+        assert found.status_code == 400 and "seq_id" in found.json()["detail"], found.text
+    for kind, extra in (("forward_backward", b"\xff"), ("forward_backward", b"")):
+        made = pb.ForwardBackwardRequest(model_id=ids["model"], seq_id=-1, data=[datum()])
+        assert http.post(f"/{kind}", content=made.SerializeToString() + extra).status_code == 400
 
 
 def test_a_bomb_and_a_gigabyte(http, server, ids):

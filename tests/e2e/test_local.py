@@ -3,12 +3,13 @@
 import threading
 
 import httpx
+import numpy as np
 import pytest
 
 import trimtab
 from trimtab.errors import Invalid, NotFound
 
-from .helpers import MODEL, datum
+from .helpers import MODEL, datum, logprobs, prompt
 
 OURS = ("trimtab", "sampler", "learner")
 
@@ -34,6 +35,16 @@ def test_two_servers_at_once_and_one_after_the_other(model_folder, tmp_path):
         assert resumed.get_info().lora_rank == 4
     left = set(threading.enumerate()) - before  # the SDK keeps its own
     assert not [thread for thread in left if thread.name.startswith(OURS) or not thread.daemon]
+
+
+def test_a_rounded_sampler_differs_from_its_learner_a_little(model_folder):
+    with trimtab.local(model=f"{MODEL}={model_folder}", sampler_dtype="int8") as service:
+        training = service.create_lora_training_client(MODEL, rank=4).result()
+        sampler = training.save_weights_and_get_sampling_client().result()
+        drawn = sampler.compute_logprobs(prompt(5, 6, 7, 8)).result()[1:]
+        (learned,) = logprobs(training.forward([datum([5, 6, 7, 8])], "cross_entropy").result())
+    gap = np.abs(learned - np.array(drawn)).max()
+    assert 1e-5 < gap < 0.3
 
 
 def test_what_is_wrong_is_raised_before_the_block(model_folder):

@@ -74,6 +74,8 @@ def test_a_body_without_a_place_has_none():
     assert time.monotonic() - started < 0.5
     assert place("optim_step", b"{") is None
     assert place("optim_step", b'{"model_id": 3, "seq_id": 1}') is None
+    assert place("forward_backward", body_of(seq_id=-1)) is None
+    assert place("optim_step", b'{"model_id": "a", "seq_id": 18446744073709551615}') is None
     assert place("create_model", b'{"model_id": "a", "seq_id": 1}') is None
     body = json.dumps({"sampling_session_id": "S:sample:0", "seq_id": 5, "prompt": 1}).encode()
     assert place("sample", body) == ("S:sample:0", 5)

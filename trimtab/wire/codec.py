@@ -87,7 +87,7 @@ def place(kind: str, body: bytes) -> tuple[str, int] | None:
     if kind not in KEYS:
         return None
     key, seq_id = _proto_place(body) if kind == "forward_backward" else _json_place(kind, body)
-    if isinstance(key, str) and type(seq_id) is int:
+    if isinstance(key, str) and type(seq_id) is int and 0 <= seq_id < 2**63:
         return key, seq_id
     return None
 
