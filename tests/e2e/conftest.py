@@ -14,7 +14,7 @@ from trimtab import tiny
 from trimtab.config import ServerConfig
 from trimtab.server import Server
 
-from .helpers import KEY, MODEL, datum
+from .kit import KEY, MODEL, datum
 
 # Reports of the SDK about itself: nothing here waits for them, and clients close faster without.
 os.environ["TINKER_TELEMETRY"] = "0"

@@ -16,7 +16,7 @@ from tinker import types
 
 from trimtab.wire import trimtab_pb2 as pb
 
-from .helpers import KEY, MODEL, batch
+from .kit import KEY, MODEL, batch
 
 F32, I64 = pb.DTYPE_FLOAT32, pb.DTYPE_INT64
 

@@ -5,7 +5,7 @@ import pytest
 import tinker
 from tinker import types
 
-from .helpers import KEY, MODEL, batch, close, datum, logprobs, offered, prompt
+from .kit import KEY, MODEL, batch, close, datum, logprobs, offered, prompt
 
 
 def test_from_a_new_client_to_a_finished_session(server):

@@ -11,7 +11,7 @@ import sys
 import httpx
 import pytest
 
-from .helpers import KEY, MODEL
+from .kit import KEY, MODEL
 
 SAMPLES = 600
 

@@ -9,7 +9,7 @@ import pytest
 import trimtab
 from trimtab.errors import Invalid, NotFound
 
-from .helpers import MODEL, datum, logprobs, prompt
+from .kit import MODEL, datum, logprobs, prompt
 
 OURS = ("trimtab", "sampler", "learner")
 

@@ -11,7 +11,7 @@ from tinker.proto.response_conv import (
 )
 from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 
-from .helpers import MODEL, batch, close, logprobs
+from .kit import MODEL, batch, close, logprobs
 
 
 class Hand:

@@ -14,7 +14,7 @@ import pytest
 import tinker
 from tinker import types
 
-from .helpers import MODEL, datum, offered, prompt
+from .kit import MODEL, datum, offered, prompt
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 import tinker
 from tinker import types
 
-from .helpers import KEY, MODEL, batch, prompt
+from .kit import KEY, MODEL, batch, prompt
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ with the next one, and service would wait for it in vain.
 from __future__ import annotations
 
 import contextlib
-import logging
 
 from starlette.responses import Response
 
@@ -15,8 +14,6 @@ from trimtab.errors import UserError
 from trimtab.types import Request
 from trimtab.wire.calls import Call, answer
 from trimtab.wire.codec import place
-
-log = logging.getLogger(__name__)
 
 
 async def create_model(call: Call) -> Response:
