@@ -153,6 +153,12 @@ def _announce(server: Server) -> None:
     names = ", ".join(source.name for source in server.config.models())
     configured = server.config.api_key
     key = "tml-local" if not configured else "tml-...  # one of the keys you configured"
+    for info in server.models:
+        if info.sampler_kl > 0:
+            typer.echo(
+                f"{info.name}: sampler {info.sampler_dtype}, learner {info.learner_dtype}; on the "
+                f"same weights KL(sampler || learner) is {info.sampler_kl:.2g} nats a token"
+            )
     typer.echo(f"trimtab serves {names} at {server.url}")
     typer.echo(f"export TINKER_BASE_URL={server.url}")
     typer.echo(f"export TINKER_API_KEY={key}")

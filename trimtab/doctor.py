@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sqlite3
 import time
 from collections.abc import Iterator
 from importlib import metadata
@@ -70,3 +71,22 @@ def _data(data_dir: Path) -> Iterator[str]:
         return
     sizes = [path.stat().st_size for path in data_dir.rglob("*") if path.is_file()]
     yield f"data          {data_dir}: {len(sizes)} files, {sum(sizes) / 2**20:.1f} MiB"
+    yield from _sequences(data_dir)
+
+
+def _sequences(data_dir: Path) -> Iterator[str]:
+    """What is recorded of sampled sequences, whether a server is running on it or not."""
+    from trimtab.service.sequences import held_in
+    from trimtab.service.store import FILE
+
+    if not (data_dir / FILE).exists():
+        return
+    try:
+        held = held_in(data_dir / FILE)
+    except sqlite3.Error as error:
+        yield f"sequences     cannot be read: {error}"
+        return
+    yield (
+        f"sequences     {held.sequences} held, {held.tokens} tokens, {held.recorded} of them with"
+        f" stability information; {held.array_bytes / 2**20:.1f} MiB"
+    )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from trimtab.service.core import Engine, Service, Store
+    from trimtab.types import BaseModelInfo
     from trimtab.wire.calls import Gate, WireSettings
     from trimtab.wire.codec import WireCodec
 
@@ -152,6 +153,7 @@ class Server:
         self._listener = _listen(config.host, config.port)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
+        self.models: tuple[BaseModelInfo, ...] = ()
         self.serving = threading.Event()
 
     @property
@@ -208,6 +210,7 @@ class Server:
     async def _serving(self, gate: Gate, service: Service) -> None:
         try:
             await service.start()
+            self.models = service.models()
             self._ready(self)
             gate.open(service)
             self.serving.set()

@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -52,7 +53,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the registry holds. `tokens` counts sampled tokens, `recorded` those with a head."""
+    """What the registry holds. `tokens` counts sampled tokens, `recorded` those with a head;
+    `array_bytes` is their ids, log-probabilities and heads (68 bytes of a recorded token with 8
+    alternatives are its stability part, 4 its id)."""
 
     sequences: int
     tokens: int
@@ -197,13 +200,25 @@ class Sequences:
 
     def held(self) -> Held:
         """What is held, for a person to look at; reads every row of the small table."""
-        row = self._store.row(
-            "SELECT COUNT(*) AS n, COALESCE(SUM(length), 0) AS tokens,"
-            " COALESCE(SUM(length * (head_k IS NOT NULL)), 0) AS recorded,"
-            " COALESCE(SUM(length * COALESCE(8 + 8 * head_k, 4)), 0) AS bytes FROM sequences"
-        )
+        row = self._store.row(HELD)
         assert row is not None
         return Held(row["n"], row["tokens"], row["recorded"], row["bytes"])
+
+
+HELD = (
+    "SELECT COUNT(*) AS n, COALESCE(SUM(length), 0) AS tokens,"
+    " COALESCE(SUM(length * (head_k IS NOT NULL)), 0) AS recorded,"
+    " COALESCE(SUM(length * COALESCE(8 + 8 * head_k, 4)), 0) AS bytes FROM sequences"
+)
+
+
+def held_in(database: Path) -> Held:
+    """What a journal holds, read from the file while a server may be writing to it."""
+    db = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+    try:
+        return Held(*db.execute(HELD).fetchone())
+    finally:
+        db.close()
 
 
 def sweep(db: sqlite3.Connection, before: float, batch: int) -> int:

@@ -31,6 +31,7 @@ from trimtab.service.migrations import MIGRATIONS
 
 T = TypeVar("T")
 Write = Callable[[sqlite3.Connection], T]
+FILE = "trimtab.sqlite3"
 Parameters = Sequence[object] | Mapping[str, object]
 GROUP = 512  # writes in one transaction at most, so that the first of them never waits long
 
@@ -57,7 +58,7 @@ class Store:
         self.data_dir = Path(data_dir).absolute()
         self.data_dir.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.data_dir)
-        self._file = self.data_dir / "trimtab.sqlite3"
+        self._file = self.data_dir / FILE
         self._synchronous = synchronous
         self._readers = threading.local()
         self._open_readers: list[sqlite3.Connection] = []
