@@ -146,3 +146,31 @@ def test_a_request_without_a_seed_still_draws_distinct_samples(llama):
     with sampling(llama) as sampler:
         sequences = draw(sampler, request(tokens(4), 4, seed=None, max_tokens=8)).sequences
     assert len({tuple(s.tokens.tolist()) for s in sequences}) == 4
+
+
+def test_groups_of_all_sizes_share_their_prompts_and_agree(base):
+    """Prompts of other lengths with other numbers of samples, side by side in one group or not,
+    and rows that end at different times, so that places are refilled."""
+    model = plain(base.info.path)
+    shapes = [(9, 5), (14, 8), (20, 6), (3, 7), (1, 5), (31, 1), (25, 1)]
+    with sampling(base, rows=16) as sampler:
+        futures = [
+            submit(
+                sampler,
+                request(
+                    tokens(p, p),
+                    n,
+                    max_tokens=25,
+                    seed=p,
+                    ignore_eos=False,
+                    stop_token_ids=tuple(range(0, 300, 9)),
+                ),
+            )
+            for p, n in shapes
+        ]
+        results = [f.result(60) for f in futures]
+    lengths = {len(s.tokens) for r in results for s in r.sequences}
+    assert len(lengths) > 5
+    for (p, n), result in zip(shapes, results, strict=True):
+        assert len(result.sequences) == n
+        assert max(gap(model, tokens(p, p), s) for s in result.sequences) < 1e-4

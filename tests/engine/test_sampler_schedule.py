@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 
-from trimtab.engine.net import Net
 from trimtab.errors import Busy, Invalid, ServerError, Stopping
 from trimtab.types import WeightsRef
 
@@ -17,22 +16,21 @@ TOKEN_BYTES = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head size, f
 
 
 def memory_of(sampler):
-    return sampler._loop._memory
+    return sampler._loop.memory
 
 
 def placed(sampler):
-    return sum(len(rows) for rows in sampler._loop._placed.values())
+    return sum(len(group.rows.owners) for group in sampler._loop.memory.groups.values())
 
 
 def test_a_prompt_is_computed_once_for_all_samples_and_rows_decode_together(llama, monkeypatch):
-    passes = []
-    plain_hidden = Net.hidden
-    monkeypatch.setattr(
-        Net, "hidden", lambda self, t, *rest: passes.append(len(t)) or plain_hidden(self, t, *rest)
-    )
     with sampling(llama, run=False) as sampler:
+        passes = []
+        plain_hidden = sampler._net.hidden
+        monkeypatch.setattr(
+            sampler._net, "hidden", lambda t, *rest: passes.append(len(t)) or plain_hidden(t, *rest)
+        )
         futures = [submit(sampler, request(tokens(11), 4, max_tokens=3))]
-        passes.clear()
         step(sampler)
         futures.append(submit(sampler, request(tokens(6), 2, max_tokens=3)))
         step(sampler, 4)
@@ -71,7 +69,7 @@ def test_more_rows_than_allowed_wait_and_all_finish_in_order(llama):
 
 
 def test_memory_stays_within_its_budget_and_comes_back(llama):
-    places = 300  # four rows of at most 64, and prompts
+    places = 300  # two prompts of 32 places and seven rows of 32
     with sampling(llama, run=False, kv_bytes=places * TOKEN_BYTES) as sampler:
         futures = [
             submit(sampler, request(tokens(5 + 5 * i, i), 3, max_tokens=6 + i)) for i in range(6)
@@ -81,14 +79,14 @@ def test_memory_stays_within_its_budget_and_comes_back(llama):
             memory = memory_of(sampler)
             assert memory.allocated() <= places and memory.reserved <= places
         assert all(f.done() for f in futures)
-        assert memory.allocated() == memory.reserved == 0 and not memory.pools
+        assert memory.allocated() == memory.reserved == 0 and not memory.groups
 
 
 def test_a_request_that_can_never_fit_is_refused(llama):
-    with sampling(llama, run=False, kv_bytes=100 * TOKEN_BYTES) as sampler:
-        sampler.check(request(tokens(37), max_tokens=20))
-        with pytest.raises(Invalid, match=r"max_tokens \(21\) need memory for 101 .* keeps 100"):
-            sampler.check(request(tokens(38), max_tokens=21))
+    with sampling(llama, run=False, kv_bytes=90 * TOKEN_BYTES) as sampler:
+        sampler.check(request(tokens(40), 9, max_tokens=20))
+        with pytest.raises(Invalid, match=r"max_tokens \(9\) need memory for 96 .* keeps 90"):
+            sampler.check(request(tokens(50), max_tokens=9))
 
 
 def test_cancelling_before_and_while_it_runs_frees_its_rows(llama):
@@ -137,16 +135,16 @@ def test_stopping_ends_soon_and_fails_what_is_in_flight(llama):
 
 
 def test_a_decode_step_that_fails_fails_its_requests_and_the_loop_goes_on(llama, monkeypatch):
-    plain_hidden = Net.hidden
-    broken = threading.Event()
-
-    def hidden(self, *args):
-        if broken.is_set():
-            raise MemoryError("no room")
-        return plain_hidden(self, *args)
-
-    monkeypatch.setattr(Net, "hidden", hidden)
     with sampling(llama, run=False) as sampler:
+        plain_hidden = sampler._net.hidden
+        broken = threading.Event()
+
+        def hidden(*args):
+            if broken.is_set():
+                raise MemoryError("no room")
+            return plain_hidden(*args)
+
+        monkeypatch.setattr(sampler._net, "hidden", hidden)
         futures = [submit(sampler, request(tokens(3), 2, max_tokens=9)) for _ in range(2)]
         step(sampler, 2)
         broken.set()

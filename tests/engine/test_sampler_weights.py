@@ -126,7 +126,7 @@ def test_a_version_is_read_once_and_an_evicted_one_again_or_its_request_fails(ll
         lost = submit(sampler, request(tokens(3), max_tokens=2), "t1")
         with pytest.raises(NotFound):
             lost.result(60)
-        assert sampler._loop._memory.reserved == 0
+        assert sampler._loop.memory.reserved == 0
         draw(sampler, request(tokens(3), max_tokens=2), "t2")
 
 

@@ -14,11 +14,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trimtab.engine.attention import PackedCausal, Rule, masked
+from trimtab.engine.fast_net import FastNet
 from trimtab.engine.kv import Group, KVLayout, Owner, Pool
 from trimtab.engine.net import Net
 
@@ -148,28 +150,31 @@ class Sharing:
         return x.reshape(-1, share, size)
 
 
+class GroupRow(NamedTuple):
+    """A row as attention sees it: the number of its prompt in the group's pool and how long that
+    is, and how many tokens of its own it remembers: the place its next one goes to."""
+
+    prompt: int
+    known: int
+    own: int
+
+
 class GroupRows:
     """The rows of one group, every one of them about to get a token; they are rows [start, stop) of
-    a batch. `prompt_n` is the number of each row's prompt, `known_n` how long that is, and `own_n`
-    how many tokens of its own a row remembers: the place its next one goes to."""
+    a batch."""
 
     def __init__(
-        self,
-        group: Group,
-        start: int,
-        prompt_n: Sequence[int],
-        known_n: Sequence[int],
-        own_n: Sequence[int],
-        device: torch.device,
+        self, group: Group, start: int, rows: Sequence[GroupRow], device: torch.device
     ) -> None:
+        prompt_n, known_n, own_n = zip(*rows, strict=True)
         self.group = group
-        self.start, self.stop = start, start + len(own_n)
+        self.start, self.stop = start, start + len(rows)
         self.sharing = Sharing(prompt_n, device) if group.shape.prompt else None
         self.known_n = torch.tensor(known_n, device=device)
         self.own_n = torch.tensor(own_n, device=device)
         self.known = (min(known_n), max(known_n))
         self.own = (min(own_n), max(own_n))
-        self.end = min(known + own for known, own in zip(known_n, own_n, strict=True))
+        self.end = min(row.known + row.own for row in rows)
         self._cells: dict[int, Tensor] = {}
         self._biases: dict[int | None, Tensor] = {}
 
@@ -310,7 +315,7 @@ class _Shapes:
 
 
 @torch.inference_mode()
-def layout_of(net: Net, device: torch.device) -> KVLayout:
+def layout_of(net: Net | FastNet, device: torch.device) -> KVLayout:
     """Found by running one token through the net (a token sees only itself)."""
     shapes = _Shapes()
     zero = torch.zeros(1, dtype=torch.int64, device=device)

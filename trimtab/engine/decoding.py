@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimtab.engine.cached_attention import DecodePlan, GroupRows
+from trimtab.engine.cached_attention import DecodePlan, GroupRow, GroupRows
 from trimtab.engine.choose import Chooser, top
+from trimtab.engine.fast_net import FastNet
 from trimtab.engine.jobs import Row
 from trimtab.engine.kv import Group
 from trimtab.engine.lora import Adapter
@@ -26,7 +27,7 @@ class DecodeBatch:
 
     def __init__(
         self,
-        net: Net,
+        net: Net | FastNet,
         groups: Sequence[Group],
         weights: Sequence[Weights],
         device: torch.device,
@@ -110,16 +111,11 @@ def plan_of(groups: Sequence[Group], order: Sequence[int], device: torch.device)
     parts = []
     start = 0
     for group in groups:
-        rows = group.rows.owners
-        prompts = [row.job.prompt for row in rows]
-        part = GroupRows(
-            group,
-            start,
-            [prompt.slot for prompt in prompts],
-            [prompt.known for prompt in prompts],
-            [row.used for row in rows],
-            device,
-        )
+        rows = [
+            GroupRow(row.job.prompt.slot, row.job.prompt.known, row.used)
+            for row in group.rows.owners
+        ]
+        part = GroupRows(group, start, rows, device)
         parts.append(part)
         start = part.stop
     straight = list(order) == list(range(start))

@@ -18,9 +18,12 @@ from trimtab.types import BaseModelInfo, Sample, SamplingParams
 class SamplerLimits:
     """`kv_bytes` bounds keys and values in memory, `score_bytes` the logits of prompt scoring at
     any moment, `rows` the sequences decoding together, `prefill_tokens` the prompt tokens computed
-    between two decode steps, `waiting` the requests not yet begun, `adapters` those kept loaded."""
+    between two decode steps, `waiting` the requests not yet begun, `adapters` those kept loaded.
+    A second copy of the weights, in the layout that CPU products are fastest in, is made if it
+    takes no more than `packed_bytes`."""
 
     kv_bytes: int = 2 * 2**30
+    packed_bytes: int = 2**30
     score_bytes: int = 64 * 2**20
     rows: int = 256
     prefill_tokens: int = 512

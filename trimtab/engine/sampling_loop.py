@@ -17,6 +17,7 @@ from torch import Tensor
 
 from trimtab.engine.cached_attention import Piece, PrefillPlan
 from trimtab.engine.decoding import DecodeBatch, rows_of, runs
+from trimtab.engine.fast_net import FastNet
 from trimtab.engine.jobs import Job, Row
 from trimtab.engine.kv import Group, KVMemory
 from trimtab.engine.net import Net
@@ -38,7 +39,7 @@ class _Part(NamedTuple):
 class SamplingLoop:
     def __init__(
         self,
-        net: Net,
+        net: Net | FastNet,
         memory: KVMemory,
         shelf: WeightsShelf,
         limits: SamplerLimits,
@@ -178,9 +179,7 @@ class SamplingLoop:
             return
         try:
             hidden = self._forward(parts)
-        except (
-            Exception
-        ) as error:  # out of memory, most likely: those in the pass fail, others go on
+        except Exception as error:  # out of memory, say: those in the pass fail, no others
             for part in parts:
                 self._fail(part.job, as_server_error("computing the prompt failed", error))
             return
@@ -278,9 +277,7 @@ class SamplingLoop:
         try:
             batch = self._current_batch(groups)
             ids, logprobs, best = batch.step()
-        except (
-            Exception
-        ) as error:  # out of memory, most likely: those in the step fail, others go on
+        except Exception as error:  # out of memory, say: those in the step fail, no others
             self._batch = None
             for job in dict.fromkeys(row.job for row in rows_of(groups)):
                 self._fail(job, as_server_error("a decode step failed", error))

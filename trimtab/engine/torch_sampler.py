@@ -15,6 +15,7 @@ import torch
 from trimtab.engine import checkpoint
 from trimtab.engine.base import SampleWork
 from trimtab.engine.cached_attention import layout_of
+from trimtab.engine.fast_net import faster
 from trimtab.engine.jobs import Job
 from trimtab.engine.kv import KVMemory, Shape
 from trimtab.engine.lora import Adapter
@@ -53,7 +54,8 @@ class TorchSampler:
         self._base = base
         self._threads = threads
         self._decode = None if base.tokenizer is None else decoder(base.tokenizer)
-        self._layout = layout_of(base.sampler_net, base.device)
+        self._net = faster(base.sampler_net, packed_bytes=limits.packed_bytes)
+        self._layout = layout_of(self._net, base.device)
         self._shelf = WeightsShelf(self._read_adapter, limits.adapters)
         self._loop = self._new_loop()
         self._inbox: list[Job] = []
@@ -64,8 +66,7 @@ class TorchSampler:
     def _new_loop(self) -> SamplingLoop:
         budget = self.limits.kv_bytes // self._layout.bytes_per_token
         memory = KVMemory(self._layout, budget)
-        net, device = self._base.sampler_net, self._base.device
-        return SamplingLoop(net, memory, self._shelf, self.limits, device)
+        return SamplingLoop(self._net, memory, self._shelf, self.limits, self._base.device)
 
     # ----------------------------------------------------------------------- weights
 

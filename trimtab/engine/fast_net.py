@@ -1,0 +1,253 @@
+"""A net for sampling: the Llama family's decoder written flat, for when a step is small.
+
+M packed rows, d hidden size, Hq query and H key/value heads, D head size.
+
+A decode step of a small model is mostly the cost of asking: module calls, separate projections,
+masks nobody needs. This runs the same weights with far fewer operations. Which models it fits is
+not decided by name: a decoder of this structure is tried on a probe and taken only if its hidden
+states are those of the net it replaces. Knows nothing of caches, prompts or tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from trimtab.engine.attention import AttentionPlan, PackedCausal, Rule
+from trimtab.engine.head import Head
+from trimtab.engine.lora import AdapterPlan, LoraLinear
+from trimtab.engine.net import Net
+from trimtab.engine.packed import PackedLinear, can_pack
+
+LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+NORMS = {"q_norm", "k_norm"}
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+PROBE = (9, 4)
+TOLERANCE = 1e-5
+
+
+@torch.inference_mode()
+def faster(net: Net, *, packed_bytes: int = 0) -> Net | FastNet:
+    """A FastNet with the numbers of `net`, or `net` itself where its decoder is another kind. The
+    weights are packed if the copy of them takes no more than `packed_bytes`."""
+    bases = [linear.base for linear in net.linears.values()] + [net.head.base]
+    pack = all(map(can_pack, bases)) and sum(b.weight.nbytes for b in bases) <= packed_bytes
+    try:
+        fast = FastNet(net, pack=pack)
+        return fast if agrees(fast, net) else net
+    except (AttributeError, KeyError, TypeError, RuntimeError, ValueError):
+        return net  # not of this structure
+
+
+class FastNet:
+    """Net's `hidden` and `head` for decoders of attention and gated MLP, each after an RMS norm."""
+
+    def __init__(self, net: Net, *, pack: bool) -> None:
+        decoder = net.decoder
+        rules = rules_of(net)
+        self.embed: nn.Module = decoder.embed_tokens
+        self.rotary: nn.Module = decoder.rotary_emb
+        self.norm = Norm.of(decoder.norm)
+        self.layers = [
+            Layer.of(layer, rules[i], pack=pack) for i, layer in enumerate(decoder.layers)
+        ]
+        self.head: Head = (
+            replace(net.head, base=PackedLinear.of(net.head.base)) if pack else net.head
+        )
+
+    def hidden(
+        self,
+        tokens_M: Tensor,
+        positions_M: Tensor,
+        attention: AttentionPlan,
+        adapters: AdapterPlan,
+    ) -> Tensor:
+        """(M,) int64 tokens and positions -> (M, d), what the head takes."""
+        x_Md = self.embed(tokens_M)
+        cos, sin = self.rotary(x_Md[None], positions_M[None])
+        half = sin.shape[-1] // 2
+        turn = (cos[0][:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[0][:, None])
+        adapters = [entry for entry in adapters if entry[0] is not None]
+        for i, layer in enumerate(self.layers):
+            x_Md = layer.forward(i, x_Md, turn, attention, adapters)
+        return self.norm(x_Md)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norm:
+    weight: Tensor
+    eps: float
+
+    @staticmethod
+    def of(module: Any) -> Norm:
+        eps = getattr(module, "variance_epsilon", None)
+        return Norm(module.weight, module.eps if eps is None else eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], None, self.eps).mul_(self.weight)
+
+
+class Projection:
+    """Linears of one input, side by side in one product where the weights may be packed."""
+
+    def __init__(self, linears: Sequence[LoraLinear], *, pack: bool) -> None:
+        bases = [linear.base for linear in linears]
+        self.bases: list[Callable[[Tensor], Tensor]] = bases
+        if pack:
+            self.bases = [PackedLinear.of(*bases)]
+        self.parts: list[tuple[str, int, int]] = []
+        start = 0
+        for linear in linears:
+            stop = start + linear.base.out_features
+            self.parts.append((linear.name, start, stop))
+            start = stop
+
+    def __call__(self, x_MI: Tensor, adapters: AdapterPlan) -> Tensor:
+        """(M, in) -> (M, out of all)."""
+        made = [base(x_MI) for base in self.bases]
+        y_MO = made[0] if len(made) == 1 else torch.cat(made, -1)
+        for adapter, i, j in adapters:
+            for name, start, stop in self.parts:
+                if name in adapter.pairs:
+                    A, B = adapter.pairs[name]
+                    y_MO[i:j, start:stop].addmm_(x_MI[i:j] @ A.t(), B.t(), alpha=adapter.scale)
+        return y_MO
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    before: Norm
+    qkv: Projection
+    turned: Norm | None  # of queries and keys, (Hq + H, D)
+    out: Projection
+    between: Norm
+    gate_up: Projection
+    down: Projection
+    act: Callable[[Tensor], Tensor]
+    queries: int
+    keys: int
+    rule: Rule
+
+    @staticmethod
+    def of(layer: Any, rule: tuple[Rule, int, int], *, pack: bool) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        inside = {name for name, _ in attention.named_children()}
+        if (
+            {name for name, _ in layer.named_children()} != LAYER
+            or inside - NORMS != ATTENTION
+            or {name for name, _ in mlp.named_children()} != MLP
+        ):
+            raise TypeError("another structure")
+        how, queries, keys = rule
+        turned = None
+        if inside & NORMS:
+            q, k = Norm.of(attention.q_norm), Norm.of(attention.k_norm)
+            weight = torch.cat([q.weight.expand(queries, -1), k.weight.expand(keys, -1)])
+            turned = Norm(weight, q.eps)
+        return Layer(
+            before=Norm.of(layer.input_layernorm),
+            qkv=Projection([attention.q_proj, attention.k_proj, attention.v_proj], pack=pack),
+            turned=turned,
+            out=Projection([attention.o_proj], pack=pack),
+            between=Norm.of(layer.post_attention_layernorm),
+            gate_up=Projection([mlp.gate_proj, mlp.up_proj], pack=pack),
+            down=Projection([mlp.down_proj], pack=pack),
+            act=mlp.act_fn,
+            queries=queries,
+            keys=keys,
+            rule=how,
+        )
+
+    def forward(
+        self,
+        index: int,
+        x_Md: Tensor,
+        turn: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        adapters: AdapterPlan,
+    ) -> Tensor:
+        x_Md = x_Md + self.out(self._attend(index, x_Md, turn, plan, adapters), adapters)
+        gate, up = self.gate_up(self.between(x_Md), adapters).chunk(2, -1)
+        return x_Md.add_(self.down(self.act(gate) * up, adapters))
+
+    def _attend(
+        self,
+        index: int,
+        x_Md: Tensor,
+        turn: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        adapters: AdapterPlan,
+    ) -> Tensor:
+        heads = self.queries + 2 * self.keys
+        qkv_MHD = self.qkv(self.before(x_Md), adapters).unflatten(-1, (heads, -1))
+        qk_MHD, v_MHD = qkv_MHD[:, : -self.keys], qkv_MHD[:, -self.keys :]
+        if self.turned is not None:
+            qk_MHD = self.turned(qk_MHD)
+        cos, sin = turn
+        size = qk_MHD.shape[-1]
+        qk_MHD = torch.addcmul(qk_MHD * cos, qk_MHD.roll(size // 2, -1), sin)
+        q, k = qk_MHD[:, : self.queries], qk_MHD[:, self.queries :]
+        out = plan.attend(
+            index,
+            *(part.transpose(0, 1)[None] for part in (q, k, v_MHD)),
+            scale=self.rule.scale,
+            window=self.rule.window,
+            softcap=self.rule.softcap,
+        )
+        return out.flatten(2)[0]
+
+
+# --------------------------------------------------------------------------- fitting
+
+
+class _Watched(PackedCausal):
+    """A PackedCausal that notes what each layer asks for: its rule, and how many heads."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__(lengths)
+        self.rules: dict[int, tuple[Rule, int, int]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.rules[layer] = (Rule(scale, window, softcap), q.shape[1], k.shape[1])
+        return super().attend(layer, q, k, v, scale=scale, window=window, softcap=softcap)
+
+
+def run_probe(net: Net | FastNet, plan: AttentionPlan) -> Tensor:
+    """Hidden states of fixed tokens, two sequences of different lengths."""
+    rows = sum(PROBE)
+    device = next(
+        iter(net.embed.parameters() if isinstance(net, FastNet) else net.decoder.parameters())
+    ).device
+    tokens = (torch.arange(rows, device=device) * 7919 + 11) % net.head.vocab_size
+    positions = torch.cat([torch.arange(n, device=device) for n in PROBE])
+    return net.hidden(tokens, positions, plan, [])
+
+
+def rules_of(net: Net) -> dict[int, tuple[Rule, int, int]]:
+    plan = _Watched(PROBE)
+    run_probe(net, plan)
+    return plan.rules
+
+
+def agrees(fast: FastNet, net: Net) -> bool:
+    expected = run_probe(net, PackedCausal(PROBE))
+    found = run_probe(fast, PackedCausal(PROBE))
+    if found.dtype != torch.float32 or expected.dtype != torch.float32:
+        return False
+    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1.0))
