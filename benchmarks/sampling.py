@@ -83,8 +83,7 @@ def tiny_qwen3(folder: Path) -> Path:
 def ours(sampler: TorchSampler, ids: np.ndarray, samples: int, new: int, head_k: int) -> Contender:
     params = SamplingParams(max_tokens=new, seed=0, ignore_eos=True)
     requests = [
-        Sample("bench", i, prompt.astype(np.int32), samples, params)
-        for i, prompt in enumerate(ids)
+        Sample("bench", i, prompt.astype(np.int32), samples, params) for i, prompt in enumerate(ids)
     ]
 
     def run() -> int:

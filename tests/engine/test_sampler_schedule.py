@@ -187,7 +187,7 @@ def test_weights_that_are_not_numbers_fail_their_request_and_harm_no_other(llama
         sampler.publish("nan", WeightsRef("bad", "llama", llama.info.path))
         good = submit(sampler, request(tokens(9), 2, max_tokens=12))
         step(sampler)
-        bad = submit(sampler, request(tokens(9), 2, max_tokens=12), "nan")
+        bad = submit(sampler, request(tokens(9), 4, max_tokens=12), "nan")
         step(sampler, 3)
         with pytest.raises(ServerError, match="'bad' gave a log-probability that is not a number"):
             bad.result(0)

@@ -26,7 +26,7 @@ class SamplerLimits:
     packed_bytes: int = 2**30
     score_bytes: int = 64 * 2**20
     rows: int = 256
-    prefill_tokens: int = 512
+    prefill_tokens: int = 256
     waiting: int = 2048
     adapters: int = 16
     num_samples: int = 1024

@@ -8,8 +8,10 @@ knows nothing of queues, names of weights, or tokens' meaning.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,9 @@ from trimtab.engine.net import Net
 from trimtab.engine.sampling_limits import SamplerLimits
 from trimtab.engine.weights import Target, Weights, WeightsShelf
 from trimtab.errors import ServerError, TrimtabError
+from trimtab.types import SampleResult
+
+log = logging.getLogger(__name__)
 
 _IDLE_PREFILL = 4  # pieces at once while nothing decodes
 
@@ -57,6 +62,7 @@ class SamplingLoop:
         self._open_rows = 0
         self._batch: DecodeBatch | None = None
         self._batch_weights: dict[Target, Weights] = {}
+        self._cancelled = False  # whether some future was since the last step
 
     @property
     def waiting(self) -> int:
@@ -72,6 +78,7 @@ class SamplingLoop:
 
     def add(self, job: Job) -> None:
         self._queue.append(job)
+        job.future.add_done_callback(self._note_cancelled)
 
     def step(self) -> None:
         self._drop_cancelled()
@@ -140,9 +147,19 @@ class SamplingLoop:
             self._release_row(job)
         self._memory.release(job.shape.prompt)
 
+    def _note_cancelled(self, future: Future[SampleResult]) -> None:
+        """Called on whatever thread cancels (or completes) a future."""
+        if future.cancelled():
+            self._cancelled = True
+
     def _drop_cancelled(self) -> None:
+        if not self._cancelled:
+            return
+        self._cancelled = False
         for job in [j for j in itertools.chain(self._queue, self._active) if j.future.cancelled()]:
-            self._leave(job)
+            if job in self._active or job in self._queue:  # it may stand in both
+                self._leave(job)
+                job.future.set_running_or_notify_cancel()
 
     def _fail(self, job: Job, error: BaseException) -> None:
         self._leave(job)
@@ -311,6 +328,8 @@ class SamplingLoop:
     def _accept(self, rows: Iterable[Row], ids: list[int], logprobs: list[float]) -> None:
         ended: list[Row] = []
         for row, token, logprob in zip(rows, ids, logprobs, strict=True):
+            if row.job not in self._active:  # it failed with a row before this one
+                continue
             try:
                 if row.accept(token, logprob):
                     ended.append(row)
@@ -338,9 +357,11 @@ class SamplingLoop:
 
 
 def as_server_error(what: str, error: Exception) -> TrimtabError:
-    """One of ours as it is; anything else as a ServerError that names it."""
+    """One of ours as it is; anything else logged, and a ServerError that names it."""
     if isinstance(error, TrimtabError):
         return error
+    log.error("%s", what, exc_info=error)
     wrapped = ServerError(f"{what}: {type(error).__name__}: {error}")
-    wrapped.__cause__ = error
+    # Without its frames, which would keep a step's tensors alive with the future.
+    wrapped.__cause__ = error.with_traceback(None)
     return wrapped
