@@ -14,6 +14,7 @@ from trimtab.trainer.completion import Completion
 from trimtab.trainer.task import Item
 
 RIGHT = 0.3
+WARM_UP = 200
 
 pairs = [(a, b) for a in range(10) for b in range(10)]
 random.Random(0).shuffle(pairs)
@@ -44,4 +45,4 @@ def demonstrate(rng: random.Random) -> list[tuple[str, bool]]:
 if __name__ == "__main__":
     from recipes.warm_up import run
 
-    sys.exit(run(__file__, sys.argv[1:], demonstrate))
+    sys.exit(run(__file__, sys.argv[1:], demonstrate, steps=WARM_UP))

@@ -22,9 +22,9 @@ prompts = [{"prompt": OPENING, "number": n} for n in range(10) for _ in range(10
 held_out = [{"prompt": OPENING, "number": n} for n in range(10)]
 stop = ["\n"]
 defaults = {
-    "steps": 40,
-    "groups_per_batch": 20,
-    "group_size": 8,
+    "steps": 30,
+    "groups_per_batch": 16,
+    "group_size": 4,
     "learning_rate": 1e-3,
     "max_tokens": 3,
     "max_turns": TURNS,
@@ -73,4 +73,4 @@ def demonstrate(rng: random.Random) -> list[tuple[str, bool]]:
 if __name__ == "__main__":
     from recipes.warm_up import run
 
-    sys.exit(run(__file__, sys.argv[1:], demonstrate))
+    sys.exit(run(__file__, sys.argv[1:], demonstrate, steps=120))

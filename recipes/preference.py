@@ -93,4 +93,4 @@ def demonstrate(rng: random.Random) -> list[tuple[str, bool]]:
 if __name__ == "__main__":
     from recipes.warm_up import run
 
-    sys.exit(run(__file__, sys.argv[1:], demonstrate))
+    sys.exit(run(__file__, sys.argv[1:], demonstrate, steps=120))

@@ -26,7 +26,7 @@ Segments = Sequence[tuple[str, bool]]  # text, and whether the model learns to w
 Demonstrate = Callable[[random.Random], Segments]
 
 
-def run(file: str, words: Sequence[str], demonstrate: Demonstrate, *, steps: int = 250) -> int:
+def run(file: str, words: Sequence[str], demonstrate: Demonstrate, *, steps: int) -> int:
     """What a recipe's `__main__` does; the exit code."""
     elsewhere = any(w.startswith(("model=", "base_url=")) for w in words)
     if elsewhere or os.environ.get("TINKER_BASE_URL") or "--help" in words:
@@ -56,7 +56,7 @@ def warm_up(
     demonstrate: Demonstrate,
     *,
     steps: int,
-    batch: int = 64,
+    batch: int = 48,
     rate: float = 3e-3,
     rank: int = 32,
 ) -> dict[str, str]:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trimtab.trainer.completion import Completion
     from trimtab.trainer.config import Config
-    from trimtab.trainer.loop import Result, train, train_async
+    from trimtab.trainer.loop import Result
+    from trimtab.trainer.runs import train, train_async
     from trimtab.trainer.task import Item, Task
 
 __all__ = ["Completion", "Config", "Item", "Result", "Task", "train", "train_async"]
@@ -28,8 +29,8 @@ _HOMES = {
     "Item": "task",
     "Result": "loop",
     "Task": "task",
-    "train": "loop",
-    "train_async": "loop",
+    "train": "runs",
+    "train_async": "runs",
 }
 
 

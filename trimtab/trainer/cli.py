@@ -85,7 +85,7 @@ def help_text() -> str:
 
 def _train(words: Sequence[str], task: str | None) -> int:
     from trimtab.trainer import connect
-    from trimtab.trainer.loop import train
+    from trimtab.trainer.runs import train
 
     config, loaded = prepare(words, task)
     if connect.address(config):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import tinker
@@ -15,7 +15,7 @@ from tinker.lib.retryable_exception import RetryableException
 
 from trimtab.errors import Invalid
 from trimtab.trainer.config import Config
-from trimtab.trainer.stopped import RESUME, Stopped
+from trimtab.trainer.stopped import RESUME, ServerLost, Stopped
 
 LOCAL_KEY = "tml-local"  # a server on this machine takes any key, but the SDK wants one
 
@@ -86,25 +86,42 @@ async def choose_model(rest: tinker.RestClient, wanted: str) -> Model:
     raise Invalid(f"model is {wanted!r}; the server offers {offered}")
 
 
+FINAL = (400, 401, 403, 413, 422)  # the same request would be refused again
+
+
 @contextmanager
 def reporting() -> Iterator[None]:
     """A failure of the server as one sentence with the way to go on."""
     try:
         yield
     except tinker.APIConnectionError as error:
-        raise Stopped(
-            f"the server cannot be reached ({error.message}); see that it runs, then {RESUME}"
-        ) from error
+        raise ServerLost(f"the server cannot be reached ({error.message})") from error
     except tinker.RequestFailedError as error:
-        raise Stopped(f"the server failed a request: {_sentence(error)}; then {RESUME}") from error
+        cause = f"the server failed a request ({_failed(error)})"
+        if error.category == "user":
+            raise Stopped(f"{cause}; once that is put right, {RESUME}") from error
+        raise ServerLost(cause) from error
     except tinker.APIStatusError as error:
-        raise Stopped(f"the server refused a request: {_sentence(error)}") from error
+        cause = f"the server refused a request ({_detail(error)})"
+        if error.status_code in FINAL:
+            raise Stopped(cause) from error
+        raise ServerLost(cause) from error
     except RetryableException as error:
-        raise Stopped(f"the server no longer knows a request ({error}); {RESUME}") from error
+        raise ServerLost(f"the server no longer knows a request ({error})") from error
+    except ValueError as error:  # what the SDK makes of an unknown future
+        if not str(error).startswith("Error retrieving result"):
+            raise
+        raise ServerLost(f"the server no longer knows a request ({error})") from error
 
 
-def _sentence(error: Any) -> str:
-    body = getattr(error, "body", None)
+def _failed(error: tinker.RequestFailedError) -> str:
+    """What the server said, without what the SDK adds."""
+    found = re.match(r"Request failed: (.*?) for self\.request_id=", error.message, re.DOTALL)
+    return found[1] if found else error.message
+
+
+def _detail(error: tinker.APIStatusError) -> str:
+    body = error.body
     if isinstance(body, dict) and isinstance(body.get("detail"), str):
         return str(body["detail"])
     return str(error).splitlines()[0]

@@ -1,12 +1,11 @@
 """The training loop: rollouts -> rewards -> advantages -> mini-batches -> publish, step by step.
 
 Read `Run.train` from top to bottom; each line names the module that does it. Speaks to the server
-through the official SDK alone.
+through the official SDK alone. What a run needs is put together in `runs`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,16 +13,14 @@ from pathlib import Path
 
 import tinker
 
-from trimtab.trainer import checkpoints, connect, prompts, resume
+from trimtab.trainer import checkpoints
 from trimtab.trainer.ahead import Ahead, ages
 from trimtab.trainer.algorithms import State as AlgorithmState
 from trimtab.trainer.batch import Batch, build
 from trimtab.trainer.clock import Clock
 from trimtab.trainer.config import Config, learning_rate
-from trimtab.trainer.display import Display
 from trimtab.trainer.evaluate import evaluate
 from trimtab.trainer.folder import Folder, State
-from trimtab.trainer.grading import Grader
 from trimtab.trainer.logbook import Logbook
 from trimtab.trainer.metrics import (
     Metrics,
@@ -33,13 +30,11 @@ from trimtab.trainer.metrics import (
     staleness_metrics,
     update_gap,
 )
-from trimtab.trainer.objective import Objective, objective
+from trimtab.trainer.objective import Objective
 from trimtab.trainer.order import Order, sampling_seed, stream
-from trimtab.trainer.renderer import Renderer
-from trimtab.trainer.rollouts import Draw, Limits, Roller
+from trimtab.trainer.rollouts import Draw, Roller
 from trimtab.trainer.scoring import learner_logprobs, reference_logprobs
-from trimtab.trainer.sinks import sinks
-from trimtab.trainer.task import Task, load, split_held_out
+from trimtab.trainer.task import Task
 from trimtab.trainer.trajectory import Floats, Group
 from trimtab.trainer.update import Updater
 
@@ -54,98 +49,6 @@ class Result:
     checkpoint: str
     sampler: str
     metrics: list[dict[str, float]]
-
-
-def train(
-    config: Config, task: Task | None = None, *, service: tinker.ServiceClient | None = None
-) -> Result:
-    """Train and return where the results are. `task` in place of `config.task`, `service` in place
-    of `config.base_url`.
-
-        result = train(Config(task="my_task.py", base_url="http://127.0.0.1:8000", steps=50))
-    """
-    return asyncio.run(train_async(config, task, service=service))
-
-
-async def train_async(
-    config: Config, task: Task | None = None, *, service: tinker.ServiceClient | None = None
-) -> Result:
-    task = task or load(config.task, reward=config.reward, options=config.task_options)
-    task = split_held_out(task, config.held_out)
-    goal = objective(config)
-    path = Path(config.log_path) if config.log_path else resume.default_path(config, task.name)
-    with Folder(path) as folder, connect.reporting():
-        state = resume.begin(folder, config)
-        mine = None if service is not None else connect.service_client(config, task.name)
-        try:
-            return await _train(
-                config, task, goal, folder=folder, state=state, service=service or _given(mine)
-            )
-        finally:
-            if mine is not None:
-                mine.close("success")
-
-
-def _given(service: tinker.ServiceClient | None) -> tinker.ServiceClient:
-    assert service is not None
-    return service
-
-
-async def _train(
-    config: Config,
-    task: Task,
-    goal: Objective,
-    *,
-    folder: Folder,
-    state: State | None,
-    service: tinker.ServiceClient,
-) -> Result:
-    # The public create_rest_client is deprecated, and RestClient() does not know this address.
-    rest = service._rest_client()
-    model = await connect.choose_model(rest, config.model)
-    first = 0 if state is None else state.step
-    title = f"{task.name} · {goal.algorithm.name} · {model.name}"
-    with Display(config.progress, title=title, steps=config.steps, first=first) as display:
-        checkpoint = None if state is None else state.checkpoint
-        client = await checkpoints.start(service, config, model.name, checkpoint)
-        renderer = Renderer(client.get_tokenizer(), task.stop)
-        limits = Limits(config.max_tokens, config.max_turns, model.context)
-        fitted, skipped = prompts.fitting(
-            task, renderer, limits, skip=config.long_prompts == "skip"
-        )
-        if skipped:
-            display.say(f"skipped {skipped} prompts that are too long for the context")
-        logbook = Logbook(config, folder, display, sinks(config, folder.path))
-        run = Run(
-            config=config,
-            task=fitted,
-            goal=goal,
-            folder=folder,
-            logbook=logbook,
-            client=client,
-            rest=rest,
-            reference=await _reference(service, config, model.name),
-            roller=Roller(renderer, Grader(fitted, timeout=config.reward_timeout), limits),
-            state=state,
-        )
-        try:
-            return await run.train(title)
-        finally:
-            await run.close()
-
-
-async def _reference(
-    service: tinker.ServiceClient, config: Config, model: str
-) -> tinker.SamplingClient | None:
-    """π_ref, unless nothing uses it."""
-    if config.kl_penalty_coef == 0 and config.kl_loss_coef == 0:
-        return None
-    if config.reference == "base":
-        made = service.create_sampling_client(base_model=model)
-    else:
-        made = service.create_sampling_client(model_path=config.reference)
-    client: tinker.SamplingClient = await made
-    return client
 
 
 class Run:

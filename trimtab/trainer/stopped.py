@@ -16,6 +16,14 @@ class Stopped(TrimtabError):
     """Nothing is wrong with the request; what the last checkpoint holds is safe."""
 
 
+class ServerLost(Stopped):
+    """The server, or what it knew of this run, is gone; a new session can go on."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"{cause}; see that the server runs, then {RESUME}")
+        self.cause = cause
+
+
 @contextmanager
 def told(path: Path) -> Iterator[None]:
     """Say what a failed write means. A full disk is the usual reason."""
