@@ -119,10 +119,10 @@ def test_a_refused_early_id_waits_for_its_turn(world):
     async def script():
         async with world.service() as service:
             m = await new_model(service)
-            with pytest.raises(Invalid):
-                await submit(service, forward_backward(m, 2, [99]))
+            early = await submit(service, forward_backward(m, 2, [99]))
             third = await submit(service, optim_step(m, 3))
             await result(service, forward_backward(m, 1, [4]))
+            assert "token ids" in await error(service, early)
             assert "seq_id 2 failed" in await error(service, third)
 
     run(script())
@@ -132,12 +132,36 @@ def test_wire_can_use_up_an_id_it_could_not_read(world):
     async def script():
         async with world.service() as service:
             m = await new_model(service)
-            await service.reject(OWNER, "forward_backward", m, 1, "broken protobuf", b"\x00")
+            why = Invalid("broken protobuf")
+            for _ in range(2):
+                with pytest.raises(Invalid, match="broken protobuf"):
+                    await service.reject(OWNER, "forward_backward", m, 1, why, b"\x00")
             with pytest.raises(NotFound):
-                await service.reject("you", "forward_backward", m, 2, "broken protobuf", b"\x00")
+                await service.reject("you", "forward_backward", m, 2, why, b"\x00")
             assert await error(service, f"{m}:1") == "user: broken protobuf"
             step = await submit(service, optim_step(m, 2))
             assert "seq_id 1 failed" in await error(service, step)
+
+    run(script())
+
+
+def test_a_bad_chunk_that_comes_early_does_not_keep_the_first_one_away(world):
+    """The client sends chunk 1 only after all the others were taken: a refused one would leave its
+    id missing for ever. A bad chunk gets a promise that has failed, and the first one is refused."""
+
+    async def script():
+        async with world.service() as service:
+            m = await new_model(service)
+            why = Invalid("broken protobuf")
+            second = await submit(service, forward_backward(m, 2, [99]))
+            third = await service.reject(OWNER, "forward_backward", m, 3, why, b"\x00")
+            assert await submit(service, forward_backward(m, 2, [99])) == second
+            assert "token ids" in await error(service, second)  # at once: nothing has run yet
+            assert await error(service, third) == "user: broken protobuf"
+            with pytest.raises(Invalid, match="token ids"):
+                await submit(service, forward_backward(m, 1, [99]))
+            await result(service, forward_backward(m, 4, [4]))
+            assert "seq_id 1, 2, 3" in await error(service, await submit(service, optim_step(m, 5)))
 
     run(script())
 

@@ -161,7 +161,8 @@ def test_a_refused_sample_is_refused_again_alike(world):
                 for _ in range(2):
                     with pytest.raises(Invalid, match=words):
                         await submit(service, bad)
-            await service.reject(OWNER, "sample", s, 2, "prompt: not a list", b"{}")
+            with pytest.raises(Invalid, match="not a list"):
+                await service.reject(OWNER, "sample", s, 2, Invalid("prompt: not a list"), b"{}")
             assert await error(service, f"{s}:2") == "user: prompt: not a list"
             found = await service.retrieve_many(OWNER, s, 0, 0, 0.0)
             assert found.items == ()  # a refusal was answered at once; no poll waits for it

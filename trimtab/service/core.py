@@ -18,7 +18,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from trimtab.errors import Invalid, NotFound, Stopping, TrimtabError
+from trimtab.errors import Invalid, NotFound, Stopping, TrimtabError, UserError
 from trimtab.service import ids, restart, sweep
 from trimtab.service.orders import Orders
 from trimtab.service.parts import join
@@ -199,12 +199,13 @@ class Service:
         return await self._orders.submit(owner, request, kind, body)
 
     async def reject(  # noqa: PLR0917 (all six say what was refused)
-        self, owner: str, kind: str, key: str, seq_id: int, message: str, body: bytes
-    ) -> None:
-        """Use up (key, seq_id) as a failed request; key is a model or sampling session."""
+        self, owner: str, kind: str, key: str, seq_id: int, why: UserError, body: bytes
+    ) -> Promise:
+        """Use up (key, seq_id) as a failed request; key is a model or sampling session. Raises
+        `why`, or promises its failure for a request that came before another (see Lanes.early)."""
         self._running()
         room = self._sampling if kind == "sample" else self._orders
-        await room.reject(owner, kind, key, seq_id, why=message, body=body)
+        return await room.reject(owner, kind, key, seq_id, why=why, body=body)
 
     async def retrieve(self, owner: str, request_id: str, timeout: float) -> Outcome:
         """Wait up to `timeout` seconds. NotFound: never existed; Gone: no longer kept."""

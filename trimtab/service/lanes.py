@@ -193,6 +193,18 @@ class Lanes:
                 f" allowed are {self._max_parked} ({self._max_bytes} bytes)"
             )
 
+    def early(self, model_id: str, seq_id: int) -> bool:
+        """Is an id before this one still to come?
+
+        The client sends the chunks of one batch at once and the first of them last, and only if
+        none of the others was refused: refusing an early one would keep the first from ever coming.
+        """
+        lane = self._lanes.get(model_id)
+        if lane is None:
+            return False
+        here = sum(1 for parked in lane.parked if parked < seq_id)
+        return seq_id - lane.next_seq > here
+
     async def put(self, model_id: str, job: Job) -> None:
         """Park a job until its turn. If the lane has gone past its id in the meantime (the gap
         timeout struck between admission and here), the job fails."""

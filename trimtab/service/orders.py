@@ -1,7 +1,8 @@
 """Requests that a model runs in order: whose they are, whether they may run, and their place.
 
     placed     the owner's model and the id; a resend of a known id ends here
-    checked    Invalid uses the id up: journalled as failed, it still takes its turn in the lane
+    checked    Invalid uses the id up: journalled as failed, it still takes its turn in the lane;
+               one that came early gets a promise that has failed, any other is refused (400)
     journalled and parked in the lane; only then does the promise leave
 
 Knows no HTTP and no arithmetic: what a job does is `jobs.py`'s.
@@ -112,17 +113,25 @@ class Orders:
             self._parts.lanes.admit(model.record.model_id, entry.seq_id, len(entry.body))
             order = await self._check(entry, model, request)
         except UserError as error:
-            await self._refuse(entry, model, error, spoils=_spoils(request))
-            raise
+            return await self._refuse(entry, model, error, spoils=_spoils(request))
         await self._parts.futures.open(entry, order.writes)
         model.changing += order.changes
         await self._parts.lanes.put(model.record.model_id, self._job(entry, model, order))
         return entry.promise
 
-    async def _refuse(self, entry: Entry, model: Model, error: UserError, *, spoils: bool) -> None:
-        await self._parts.futures.open_failed(entry, error.message, error.category, error.status)
+    async def _refuse(
+        self, entry: Entry, model: Model, error: UserError, *, spoils: bool
+    ) -> Promise:
+        """Journal a bad request and use its id up. Raises `error`, unless it came early."""
+        model_id = model.record.model_id
+        early = self._parts.lanes.early(model_id, entry.seq_id)
+        status = 0 if early else error.status
+        await self._parts.futures.open_failed(entry, error.message, error.category, status)
         spoil = _spoil(model, entry.seq_id) if spoils else _ignore
-        self._parts.lanes.use_up(model.record.model_id, entry.seq_id, spoil)
+        self._parts.lanes.use_up(model_id, entry.seq_id, spoil)
+        if early:
+            return entry.promise
+        raise error
 
     def _job(self, entry: Entry, model: Model, order: Order) -> Job:
         futures = self._parts.futures
@@ -138,12 +147,12 @@ class Orders:
         return Job(entry.seq_id, order.run, settle, spoil, len(entry.body))
 
     async def reject(
-        self, owner: str, kind: str, model_id: str, seq_id: int, *, why: str, body: bytes
-    ) -> None:
-        """Use up a seq_id whose body could not be read."""
+        self, owner: str, kind: str, model_id: str, seq_id: int, *, why: UserError, body: bytes
+    ) -> Promise:
+        """Use up a seq_id whose body could not be read. Raises `why`, unless it came early."""
         model = self._model(owner, model_id)
         if not 1 <= seq_id <= ids.MAX_SEQ:
-            return
+            raise why
         entry = Entry(
             request_id=ids.request_id(model_id, seq_id),
             kind=kind,
@@ -155,11 +164,9 @@ class Orders:
         )
 
         async def accept() -> Promise:
-            spoils = kind == "forward_backward"
-            await self._refuse(entry, model, Invalid(why), spoils=spoils)
-            return entry.promise
+            return await self._refuse(entry, model, why, spoils=kind == "forward_backward")
 
-        await self._parts.futures.once(entry, accept)
+        return await self._parts.futures.once(entry, accept)
 
     # ---- checking
 

@@ -148,20 +148,20 @@ class Sampling:
         return future
 
     async def reject(
-        self, owner: str, kind: str, sampler_id: str, seq_id: int, *, why: str, body: bytes
-    ) -> None:
-        """Use up a seq_id whose body could not be read."""
+        self, owner: str, kind: str, sampler_id: str, seq_id: int, *, why: UserError, body: bytes
+    ) -> Promise:
+        """Use up a seq_id whose body could not be read, and raise `why`."""
         sampler = self._parts.samplers.get(owner, sampler_id)
         self._parts.sessions.get(owner, sampler.session_id)
         if not 0 <= seq_id <= ids.MAX_SEQ:
-            return
+            raise why
         entry = self._entry(sampler, seq_id, digest=hashlib.sha256(body).digest())
 
         async def accept() -> Promise:
-            await self._parts.futures.open_failed(entry, why, "user", Invalid.status)
-            return entry.promise
+            await self._parts.futures.open_failed(entry, why.message, why.category, why.status)
+            raise why
 
-        await self._parts.futures.once(entry, accept)
+        return await self._parts.futures.once(entry, accept)
 
     # ---- finishing
 

@@ -6,11 +6,10 @@ with the next one, and service would wait for it in vain.
 
 from __future__ import annotations
 
-import contextlib
-
 from starlette.responses import Response
 
 from trimtab.errors import UserError
+from trimtab.service.records import Promise
 from trimtab.types import Request
 from trimtab.wire.calls import Call, answer
 from trimtab.wire.codec import place
@@ -47,8 +46,12 @@ async def unload_model(call: Call) -> Response:
 async def submit(call: Call, kind: str) -> Response:
     """Read the body, hand it to service, answer its promise."""
     service = call.service
-    body, request = await _read(call, kind)
-    promise = await service.submit(call.owner, request, kind, body)
+    found = await _read(call, kind)
+    if isinstance(found, Promise):
+        promise = found
+    else:
+        body, request = found
+        promise = await service.submit(call.owner, request, kind, body)
     content: dict[str, object] = {"request_id": promise.request_id}
     if promise.model_id is not None:
         content["model_id"] = promise.model_id
@@ -57,32 +60,33 @@ async def submit(call: Call, kind: str) -> Response:
     return answer(content)
 
 
-async def _read(call: Call, kind: str) -> tuple[bytes, Request]:
-    """The plain body, as it is journalled, and the request in it."""
+async def _read(call: Call, kind: str) -> tuple[bytes, Request] | Promise:
+    """The plain body, as it is journalled, and the request in it; or, for a bad body that came
+    before another one it must not hold up, a promise that has failed."""
     body, error = await call.inflated()
     if error is None:
         try:
             return body, await call.aside(call.codec.decode, kind, body)
         except UserError as found:
             error = found
-    await _use_up(call, kind, body, error)
-    raise error
+    return await _use_up(call, kind, body, error)
 
 
-async def _use_up(call: Call, kind: str, body: bytes, error: UserError) -> None:
+async def _use_up(call: Call, kind: str, body: bytes, error: UserError) -> Promise:
     """Journal the place of a bad body, with the body as it came: a bomb stays small."""
     found = await call.aside(place, kind, body)
     if found is None:
-        return
+        raise error
     key, seq_id = found
-    # Somebody else's model, or an id already used: the client hears of its bad body either way.
-    with contextlib.suppress(UserError):
-        await call.service.reject(call.owner, kind, key, seq_id, error.message, call.body)
+    try:
+        return await call.service.reject(call.owner, kind, key, seq_id, error, call.body)
+    except UserError:  # somebody else's model, or an id already used: it is a bad body either way
+        raise error from None
 
 
 async def get_info(call: Call) -> Response:
     record = await call.service.get_info(call.owner, call.fields().text("model_id"))
-    info = next(m for m in call.service.models() if m.name == record.base_model)
+    info = next((m for m in call.service.models() if m.name == record.base_model), None)
     lora = record.lora
     return answer(
         {
@@ -90,7 +94,7 @@ async def get_info(call: Call) -> Response:
             "model_id": record.model_id,
             "model_name": record.base_model,
             "model_data": {
-                "arch": info.architecture,
+                "arch": None if info is None else info.architecture,
                 "model_name": record.base_model,
                 "tokenizer_id": call.settings.tokenizer_ids.get(record.base_model),
             },
