@@ -10,7 +10,8 @@ import time
 import pytest
 
 from trimtab.errors import Invalid
-from trimtab.trainer import Config, Task, train
+from trimtab.trainer import Config, Task, checkpoints, train
+from trimtab.trainer.cli import main
 from trimtab.trainer.folder import Folder
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
@@ -214,22 +215,28 @@ def test_a_killed_run_loses_the_step_in_progress_at_most(server, tmp_path, unint
     process.wait()
     done = Folder(path).state().step
     assert len(Folder(path).lines("metrics.jsonl")) - done in (0, 1)
-    subprocess.run([sys.executable, "-c", MAIN, *words, "--resume"], check=True)
+    assert main([*words, "--resume"]) == 0
     assert_same(lines(path), uninterrupted)
 
 
 MAIN = "import sys; from trimtab.trainer.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-def test_only_the_newest_and_the_kept_checkpoints_remain(server, tmp_path):
-    import tinker
+def test_the_rolling_checkpoint_in_use_is_never_written_over():
+    current, used = None, []
+    for done in range(1, 8):
+        name = checkpoints.name(Config(steps=99, keep_every=3), done, current)
+        assert current is None or name != current.rpartition("/")[2]
+        current = f"tinker://a:train:0/weights/{name}"
+        used.append(name)
+    assert used[:3] == ["rolling-1", "rolling-2", "step-000003"]
 
-    result = train(config(server, tmp_path, steps=5, keep_every=2), DIGITS)
-    rest = tinker.RestClient(base_url=server, api_key="tml-local")
-    run = tinker.ParsedCheckpointTinkerPath.from_tinker_path(result.checkpoint).training_run_id
-    found = rest.list_checkpoints(run).result().checkpoints
-    names = sorted(c.checkpoint_id for c in found if c.checkpoint_type == "training")
-    assert names == ["weights/step-000002", "weights/step-000004", "weights/step-000005"]
+
+def test_what_an_earlier_session_left_behind_is_known():
+    old, new = "tinker://a:train:0/weights/rolling-1", "tinker://b:train:0/weights/rolling-1"
+    assert checkpoints.left_behind(old, new) == (old,)
+    assert checkpoints.left_behind(old, old.replace("1", "2")) == ()
+    assert checkpoints.left_behind("tinker://a:train:0/weights/step-000004", new) == ()
 
 
 # --------------------------------------------------------------- the client side alone

@@ -1,4 +1,7 @@
-"""Training checkpoints of a run: saved on the server, the old ones deleted. Knows no folder."""
+"""Training checkpoints of a run: two rolling ones that take turns, and those that are kept.
+
+The rolling one that a resume would need is never the one being written. Knows no folder.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,29 @@ def due(config: Config, done: int) -> bool:
     return done % config.save_every == 0 or done >= config.steps
 
 
-def kept(config: Config, done: int) -> bool:
-    """Whether a later checkpoint does not replace this one."""
-    return bool(config.keep_every) and done % config.keep_every == 0
+def name(config: Config, done: int, current: str | None) -> str:
+    """Of the next checkpoint, `current` being the path that the run's folder names.
+
+    >>> name(Config(keep_every=50), 7, "tinker://a:train:0/weights/rolling-1")
+    'rolling-2'
+    >>> name(Config(keep_every=50), 100, None)
+    'step-000100'
+    """
+    if done >= config.steps or (config.keep_every and done % config.keep_every == 0):
+        return f"step-{done:06}"
+    return "rolling-2" if current is not None and current.endswith("/rolling-1") else "rolling-1"
 
 
-async def save(client: tinker.TrainingClient, done: int) -> str:
-    """Weights and optimizer after so many steps; the path."""
-    return str((await client.save_state(f"step-{done:06}")).path)
+async def save(client: tinker.TrainingClient, name: str) -> str:
+    """Weights and optimizer as they are; the path. A rolling one takes its old one's place."""
+    return str((await client.save_state(name, overwrite=True)).path)
+
+
+def left_behind(before: str | None, after: str) -> tuple[str, ...]:
+    """The rolling checkpoint of an earlier session, which nothing will ever write over."""
+    if before is None or before.rpartition("/")[0] == after.rpartition("/")[0]:
+        return ()
+    return (before,) if "/rolling-" in before else ()
 
 
 async def start(

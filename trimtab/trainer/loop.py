@@ -197,16 +197,19 @@ class Run:
         if not checkpoints.due(self.config, done):
             return None
         with clock.phase("save", self.display):
-            return await checkpoints.save(self.client, done)
+            current = None if self.state is None else self.state.checkpoint
+            name = checkpoints.name(self.config, done, current)
+            return await checkpoints.save(self.client, name)
 
     async def _record(self, done: int, path: str | None) -> None:
-        """From here on a kill loses nothing of the steps done. Then old checkpoints may go."""
+        """From here on a kill loses nothing of the steps done. Then what an earlier session left
+        behind may go."""
         if path is None:
             return
-        before = self.state
-        superseded = () if before is None else before.superseded
-        if before is not None and not checkpoints.kept(self.config, before.step):
-            superseded = (*superseded, before.checkpoint)
+        superseded: tuple[str, ...] = ()
+        if self.state is not None:
+            left = checkpoints.left_behind(self.state.checkpoint, path)
+            superseded = (*self.state.superseded, *left)
         self.state = State(
             step=done,
             checkpoint=path,
@@ -217,8 +220,8 @@ class Run:
             superseded=superseded,
         )
         self.folder.write_state(self.state)
-        left = await checkpoints.delete(self.rest, superseded)
-        self.state = replace(self.state, superseded=left)
+        undeleted = await checkpoints.delete(self.rest, superseded)
+        self.state = replace(self.state, superseded=undeleted)
 
     # ---- the end
 
