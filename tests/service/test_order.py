@@ -147,7 +147,7 @@ def test_wire_can_use_up_an_id_it_could_not_read(world):
 
 def test_a_bad_chunk_that_comes_early_does_not_keep_the_first_one_away(world):
     """The client sends chunk 1 only after all the others were taken: a refused one would leave its
-    id missing for ever. A bad chunk gets a promise that has failed, and the first one is refused."""
+    id missing for ever. A bad chunk gets a promise that has failed; the first one is refused."""
 
     async def script():
         async with world.service() as service:
