@@ -1,10 +1,12 @@
 """Sampling: ours against transformers `generate`, and recording against not recording.
 
 The same float32 weights and the same prompts, the contenders taking turns in one process, so that
-the ratios hold on a machine that does other things too. Medians over the rounds.
+the ratios hold on a machine that does other things too. Medians over the rounds. On a very busy
+machine count CPU seconds on one thread instead of the clock's.
 
     python benchmarks/sampling.py                    # a tiny random Qwen3 shape, 3.3M parameters
     python benchmarks/sampling.py --model FOLDER --new 16 --rounds 3 --json out.json
+    python benchmarks/sampling.py --cpu
 """
 
 from __future__ import annotations
@@ -32,22 +34,27 @@ Contender = Callable[[], int]  # runs once, returns the tokens it made
 
 def main() -> None:
     options = arguments()
+    if options.cpu:
+        torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or tiny_qwen3(Path(folder))
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         base = BaseModel.load("bench", path, learner_dtype="float32", sampler_dtype="float32")
-    sampler = TorchSampler(base)
+    sampler = TorchSampler(base, threads=1 if options.cpu else None)
     sampler.publish("base", WeightsRef("base", base.info.name))
     sampler.start()
     report = {"model": str(options.model or "tiny qwen3"), "parameters": base.info.parameters}
+    clock = time.process_time if options.cpu else time.perf_counter
     for name, prompts, samples in (("16x4", 16, 4), ("one stream", 1, 1)):
         ids = np.random.default_rng(0).integers(3, base.info.vocab_size, (prompts, options.prompt))
-        contenders = {
-            "ours": ours(sampler, ids, samples, options.new, head_k=0),
-            "ours, recording": ours(sampler, ids, samples, options.new, head_k=8),
-            "generate": generate(model, ids, samples, options.new),
+        plain = ours(sampler, ids, samples, options.new, head_k=0)
+        recording = ours(sampler, ids, samples, options.new, head_k=8)
+        theirs = generate(model, ids, samples, options.new)
+        rounds = options.rounds if prompts > 1 else 2 * options.rounds
+        report[name] = {
+            "ours / generate": versus(plain, theirs, rounds, clock),
+            "recording / not": versus(recording, plain, rounds, clock),
         }
-        report[name] = compare(contenders, options.rounds if prompts > 1 else 2 * options.rounds)
         show(f"{name}x{options.new} (prompt {options.prompt})", report[name])
     sampler.stop()
     if options.json:
@@ -60,6 +67,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens of a sample")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--cpu", action="store_true", help="one thread, CPU time")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     return parser.parse_args()
 
@@ -112,33 +120,34 @@ def generate(model: torch.nn.Module, ids: np.ndarray, samples: int, new: int) ->
     return run
 
 
-def compare(contenders: dict[str, Contender], rounds: int) -> dict[str, float]:
-    """Tokens a second of each, its median over rounds in which each takes its turn once, and the
-    medians of the ratios within a round."""
-    speeds: dict[str, list[float]] = {name: [] for name in contenders}
-    for run in contenders.values():
-        run()
-    for i in range(rounds):
-        # Turned around every second round, so that no one always follows the same neighbour.
-        for name, run in list(contenders.items())[:: 1 if i % 2 else -1]:
-            started = time.perf_counter()
+def versus(
+    one: Contender, other: Contender, rounds: int, clock: Callable[[], float]
+) -> dict[str, float]:
+    """Tokens a second of each, and the median over rounds of one's speed over the other's. A round
+    is one, other, other, one, so that neither always finds the other's data in the caches."""
+    speeds: dict[Contender, list[float]] = {one: [], other: []}
+    one(), other()
+    for _ in range(rounds):
+        seconds = {one: 0.0, other: 0.0}
+        for run in (one, other, other, one):
+            started = clock()
             made = run()
-            speeds[name].append(made / (time.perf_counter() - started))
-    result = {name: statistics.median(values) for name, values in speeds.items()}
-    result["ours / generate"] = ratio(speeds["ours"], speeds["generate"])
-    result["recording / not"] = ratio(speeds["ours, recording"], speeds["ours"])
-    return result
+            seconds[run] += clock() - started
+        for run in (one, other):
+            speeds[run].append(2 * made / seconds[run])
+    pairs = zip(speeds[one], speeds[other], strict=True)
+    return {
+        "one, tok/s": statistics.median(speeds[one]),
+        "other, tok/s": statistics.median(speeds[other]),
+        "ratio": statistics.median(a / b for a, b in pairs),
+    }
 
 
-def ratio(a: list[float], b: list[float]) -> float:
-    return statistics.median(x / y for x, y in zip(a, b, strict=True))
-
-
-def show(title: str, result: dict[str, float]) -> None:
+def show(title: str, results: dict[str, dict[str, float]]) -> None:
     print(title)
-    for name, value in result.items():
-        unit = "" if "/" in name else " tok/s"
-        print(f"  {name:16}{value:10.3f}{unit}" if not unit else f"  {name:16}{value:10.0f}{unit}")
+    for name, found in results.items():
+        one, other, ratio = found.values()
+        print(f"  {name:16} {one:8.0f} / {other:.0f} tok/s = {ratio:.3f}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from trimtab.engine.checkpoint import write
+from trimtab.engine.decoding import grouped, runs
 from trimtab.engine.weights import WeightsShelf
 from trimtab.errors import Invalid, NotFound
 from trimtab.types import WeightsRef
@@ -47,6 +48,14 @@ def test_adapters_decode_in_one_batch_as_each_would_alone(base, tmp_path):
                 assert sequence.versions == ((name, len(sequence.tokens)),)
                 assert gap(models[name], r.prompt, sequence) < 1e-4
     assert gap(models["base"], prompts[0], futures[0].result().sequences[0]) > 0.05
+
+
+def test_rows_of_an_adapter_stand_together():
+    a, b = object(), object()
+    adapters = [b, a, None, b, a]
+    order = grouped(adapters)
+    assert order == [0, 3, 1, 4, 2]
+    assert runs([adapters[i] for i in order]) == [(b, 0, 2), (a, 2, 4), (None, 4, 5)]
 
 
 def switched_logprobs(before, after, prompt, sequence, at):
@@ -135,6 +144,7 @@ def test_a_target_between_publish_and_hold_means_the_newest(tmp_path):
     shelf.publish("t", WeightsRef("v1", "m", tmp_path / "a"))
     target = shelf.find("t")
     shelf.publish("t", WeightsRef("v2", "m", tmp_path / "b"))
+    assert target.weights is None  # nothing is kept for a target that nobody uses
     assert shelf.hold(target).version == "v2"
     held = shelf.hold(target)
     shelf.publish("t", WeightsRef("v3", "m", tmp_path / "c"))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trimtab.types import SamplingParams
 
-_SMALLEST = 1e-30  # of a float32 temperature; (logits - max) / this is 0 or -inf, never NaN
+_SMALLEST = 1e-30  # temperature: no logit divided by it becomes infinite, and argmax is long sure
 _PIECE = 256  # tokens summed together before the exact part of a draw
 _FIRST_CANDIDATES = 64
 
@@ -34,8 +34,7 @@ def tempered_logprobs(logits_BV: Tensor, temperature_B: Tensor | None = None) ->
     logits_BV = logits_BV.float()
     if temperature_B is not None:
         divisor_B = temperature_B.float().masked_fill(temperature_B == 0, 1.0).clamp(min=_SMALLEST)
-        # The largest logit first, or a tiny temperature would give inf - inf.
-        logits_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / divisor_B[:, None]
+        logits_BV = logits_BV / divisor_B[:, None]
     return torch.log_softmax(logits_BV, dim=-1)
 
 

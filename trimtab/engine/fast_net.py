@@ -113,10 +113,13 @@ class Projection:
         made = [base(x_MI) for base in self.bases]
         y_MO = made[0] if len(made) == 1 else torch.cat(made, -1)
         for adapter, i, j in adapters:
+            every = j - i == len(x_MI)  # the usual batch: no need to cut it up
+            x, y = (x_MI, y_MO) if every else (x_MI[i:j], y_MO[i:j])
             for name, start, stop in self.parts:
                 if name in adapter.pairs:
                     A, B = adapter.pairs[name]
-                    y_MO[i:j, start:stop].addmm_(x_MI[i:j] @ A.t(), B.t(), alpha=adapter.scale)
+                    part = y if len(self.parts) == 1 else y[:, start:stop]
+                    part.addmm_(x @ A.t(), B.t(), alpha=adapter.scale)
         return y_MO
 
 

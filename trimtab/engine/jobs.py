@@ -145,13 +145,13 @@ class Row:
 
     def accept(self, token: int, logprob: float) -> bool:
         """Take a drawn token; does the sequence end with it?"""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
         if math.isnan(logprob):
             raise ServerError(
                 f"the weights {self.version!r} gave a log-probability that is not a number for "
-                f"token {len(self.tokens)} of sample {self.index}"
+                f"token {len(self.tokens) - 1} of sample {self.index}"
             )
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
         self.stopped = self.job.stops.end(self.tokens)
         return self.stopped or len(self.tokens) >= self.job.limit
 

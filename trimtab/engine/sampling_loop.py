@@ -326,16 +326,19 @@ class SamplingLoop:
         return DecodeBatch(self._net, groups, weights, self._device)
 
     def _accept(self, rows: Iterable[Row], ids: list[int], logprobs: list[float]) -> None:
+        """Give every row its token, and only then let any leave: a row that moves must count all
+        that the step remembered."""
         ended: list[Row] = []
+        failed: dict[Job, Exception] = {}
         for row, token, logprob in zip(rows, ids, logprobs, strict=True):
-            if row.job not in self._active:  # it failed with a row before this one
-                continue
             try:
                 if row.accept(token, logprob):
                     ended.append(row)
             except Exception as error:  # a tokenizer, or numbers that are none: only this request
-                self._clear(row.job)
-                self._fail(row.job, as_server_error("taking a token failed", error))
+                failed.setdefault(row.job, error)
+        for job, error in failed.items():
+            self._clear(job)
+            self._fail(job, as_server_error("taking a token failed", error))
         for row in ended:
             if row.job in self._active:
                 self._finish(row)
