@@ -39,14 +39,16 @@ class Outcome:
         return self.after - self.before
 
 
-def measure(folder: Path, *, seeds: Sequence[int], words: dict[str, str]) -> Iterator[Outcome]:
+def measure(
+    folder: Path, *, seeds: Sequence[int], algorithms: Sequence[str], words: dict[str, str]
+) -> Iterator[Outcome]:
     """Every run starts from the same warmed-up weights."""
     model = tiny.build(folder / "model", tokenizer="characters", context=128)
     task = from_file(Path(arithmetic.__file__))
     with trimtab.local(model=f"{NAME}={model}", data_dir=folder / "server") as service:
         start = warm_up(service, arithmetic.demonstrate, steps=arithmetic.WARM_UP)["start_from"]
         for seed in seeds:
-            for algorithm in ALGORITHMS:
+            for algorithm in algorithms:
                 for control in (False, True):
                     yield _run(
                         service, task, folder, start, words,
@@ -86,9 +88,10 @@ def _run(
 def main(words: Sequence[str]) -> int:
     given = dict(word.split("=", 1) for word in words)
     seeds = range(int(given.pop("seeds", "3")))
+    algorithms = given.pop("algorithms", ",".join(ALGORITHMS)).split(",")
     print("| algorithm | seed | rewards | before | after | gain |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for found in measure(Path(folder), seeds=seeds, words=given):
+        for found in measure(Path(folder), seeds=seeds, algorithms=algorithms, words=given):
             dealt = "shuffled" if found.control else "true"
             print(
                 f"| {found.algorithm} | {found.seed} | {dealt} | {found.before:.3f} | "

@@ -162,7 +162,7 @@ def _draw(axes: Any, panel: Panel, lines: Lines) -> None:
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(curves) > 1:
+    if len(panel.curves) > 1:
         axes.legend(fontsize=7, frameon=False)
 
 

@@ -1,0 +1,47 @@
+"""The recipes' own functions, and that each is a task the trainer takes."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from recipes import arithmetic, guess_number, preference
+from trimtab.trainer import Completion, options
+from trimtab.trainer.task import from_file
+
+
+@pytest.mark.parametrize("module", [arithmetic, guess_number, preference])
+def test_a_recipe_is_a_task_with_options_that_exist(module):
+    task = from_file(Path(module.__file__))
+    assert task.held_out
+    options.config(task.defaults, {"start_from": "tinker://a/weights/b"})
+    text = "".join(part for part, _ in module.demonstrate(random.Random(0)))
+    assert text.startswith(task.prompts[0]["prompt"][:1] if module is not arithmetic else text[:1])
+    assert text.endswith("\n")
+
+
+def test_no_held_out_sum_is_trained_on():
+    assert not {p["prompt"] for p in arithmetic.prompts} & {
+        p["prompt"] for p in arithmetic.held_out
+    }
+    assert arithmetic.reward(Completion(" 7"), {"answer": "7"}) == 1.0
+    assert arithmetic.reward(Completion("17"), {"answer": "7"}) == 0.0
+
+
+def test_a_number_found_sooner_is_worth_more():
+    item = {"prompt": guess_number.OPENING, "number": 7}
+    game = Completion("7", turns=["5", "7"], replies=[">\n"])
+    assert guess_number.reply(Completion("5"), item) == ">\n"
+    assert guess_number.reply(game, item) is None
+    assert guess_number.reward(game, item) == pytest.approx(0.8)
+    assert guess_number.reward(Completion("7", turns=["7"]), item) == 1.0
+    assert guess_number.reward(Completion("6", turns=["5", "6"]), item) == 0.0
+    assert guess_number.reply(Completion("seven"), item) == "!\n"
+
+
+def test_the_reward_model_learned_the_reader_s_taste():
+    def score(text):
+        return preference.reward(Completion(text), {})
+
+    assert score("the hen ate") > score("the cat ate") > score("the cat dug")
+    assert score("the hen sat") > score("the dog sat")
