@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from recipes import arithmetic, guess_number, preference
+from trimtab import tiny
 from trimtab.trainer import Completion, options
 from trimtab.trainer.task import from_file
 
@@ -16,14 +17,13 @@ def test_a_recipe_is_a_task_with_options_that_exist(module):
     assert task.held_out
     options.config(task.defaults, {"start_from": "tinker://a/weights/b"})
     text = "".join(part for part, _ in module.demonstrate(random.Random(0)))
-    assert text.startswith(task.prompts[0]["prompt"][:1] if module is not arithmetic else text[:1])
     assert text.endswith("\n")
+    assert set(text) <= set(tiny.CHARACTERS)
 
 
 def test_no_held_out_sum_is_trained_on():
-    assert not {p["prompt"] for p in arithmetic.prompts} & {
-        p["prompt"] for p in arithmetic.held_out
-    }
+    trained = {item["prompt"] for item in arithmetic.prompts}
+    assert not trained & {item["prompt"] for item in arithmetic.held_out}
     assert arithmetic.reward(Completion(" 7"), {"answer": "7"}) == 1.0
     assert arithmetic.reward(Completion("17"), {"answer": "7"}) == 0.0
 

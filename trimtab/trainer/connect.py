@@ -77,9 +77,9 @@ async def choose_model(rest: tinker.RestClient, wanted: str) -> Model:
         return next(iter(models.values()))
     if wanted in models:
         return models[wanted]
-    # `trimtab.local(model="name=folder")` serves `name`.
-    if wanted.partition("=")[0] in models:
-        return models[wanted.partition("=")[0]]
+    # A server started for this run names its one model after `name=folder` or after the folder.
+    if len(models) == 1 and ("=" in wanted or Path(wanted).expanduser().is_dir()):
+        return next(iter(models.values()))
     offered = ", ".join(sorted(models)) or "none"
     if not wanted:
         raise Invalid(f"the server offers several models ({offered}); choose one with model=")
