@@ -51,7 +51,7 @@ class Knobs:
 
 
 TINY = Knobs(
-    task=sorting(), rank=64, steps=80, groups=64, group_size=8, learning_rate=2e-4, warm_steps=150
+    task=sorting(), rank=64, steps=60, groups=32, group_size=16, learning_rate=3e-4, warm_steps=250
 )
 PRETRAINED = Knobs(
     task=sums(), rank=16, steps=40, groups=16, group_size=8, learning_rate=2e-4, held_out=100
@@ -113,7 +113,6 @@ async def improve(
     run = (seed, "control" if control else "rl")
     words, random = client.get_tokenizer(), Random(f"rl {seed}")
     held_out = knobs.task.problems(knobs.held_out, Random("held out"), held_out=True)
-    adam = tinker.AdamParams(learning_rate=knobs.learning_rate)
     samplers: deque[tinker.SamplingClient] = deque(maxlen=knobs.stale + 1)
     for step in range(knobs.steps + 1):
         samplers.append(
@@ -142,7 +141,8 @@ async def improve(
         metrics: dict[str, float] = {}
         if data:  # else every group agreed with itself: nothing to learn
             trained = client.forward_backward(data, knobs.loss_fn)
-            updated = client.optim_step(adam)
+            rate = knobs.learning_rate * (1 - step / knobs.steps)
+            updated = client.optim_step(tinker.AdamParams(learning_rate=rate))
             metrics = (await trained).metrics | ((await updated).metrics or {})
         view.stepped(run, step + 1, rollouts, data, metrics)
 
@@ -268,9 +268,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds to run")
     parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--steps", type=int, help="RL steps")
-    parser.add_argument("--loss", default="importance_sampling", help="a loss of the server")
-    parser.add_argument("--stale", type=int, default=0, help="updates the sampler lags behind")
-    parser.add_argument("--sampler-dtype", default="auto", help="what the sampler computes in")
+    parser.add_argument("--loss", default="stable_reinforce", help="a loss of the server")
+    parser.add_argument("--stale", type=int, default=4, help="updates the sampler lags behind")
+    parser.add_argument("--sampler-dtype", default="int8", help="what the sampler computes in")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where results go")
     return parser.parse_args(arguments)
 

@@ -14,7 +14,7 @@ from random import Random
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`Problem("52052=", "02255")`"""
+    """`Problem("520525=", "022555")`"""
 
     prompt: str
     answer: str
@@ -47,7 +47,7 @@ def is_held_out(problem: Problem) -> bool:
 def reward(completion: str, problem: Problem) -> float:
     """1 for exactly the answer and a line break, else 0.
 
-    >>> reward("02255\\n", Problem("52052=", "02255"))
+    >>> reward("022555\\n", Problem("520525=", "022555"))
     1.0
     """
     line, ended, _ = completion.partition("\n")
@@ -56,13 +56,13 @@ def reward(completion: str, problem: Problem) -> float:
 
 # ------------------------------------------------------------------ sorting, for the tiny model
 
-CAREFUL = 0.35
+CAREFUL = 0.33
 """How many of the sorting demonstrations keep repeated digits; the others lose them."""
 
 
-def sorting(digits: int = 5) -> Task:
+def sorting(digits: int = 6) -> Task:
     """Sort the digits of a number. Most demonstrations drop repeated digits, and so does the model
-    that learned from them: right only where all digits differ (three in ten of five-digit numbers).
+    that learned from them: right where all digits differ (one in seven of six-digit numbers).
     """
 
     def draw(random: Random) -> Problem:
