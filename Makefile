@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
 INSTALL := $(PIP) install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds model-smollm2 test nightly check format bench clean
+.PHONY: help setup demo demo-seeds model-smollm2 test nightly check format bench stability clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -70,6 +70,9 @@ format: $(VENV)/dev.stamp ## put imports and lines in order
 bench: $(VENV)/dev.stamp ## speed against transformers' generate and a transformers + PEFT loop
 	$(BIN)/python -m benchmarks.sampling
 	$(BIN)/python -m benchmarks.learning
+
+stability: $(VENV)/dev.stamp ## losses under stale and coarse samplers, the quick form
+	$(BIN)/python -m benchmarks.stability quick
 
 clean: ## remove the environment, results and caches
 	rm -rf $(VENV) runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -80,7 +80,15 @@ def test_advantages_sum_to_zero_in_a_group():
 
 def run(folder, monkeypatch, *arguments):
     """A run too short to learn much; its rows by kind."""
-    short = replace(demo.TINY, warm_steps=40, warm_batch=32, groups=8, held_out=16, eval_every=2)
+    short = replace(
+        demo.TINY,
+        task=sorting(3),
+        warm_steps=40,
+        warm_batch=32,
+        groups=8,
+        held_out=16,
+        eval_every=2,
+    )
     monkeypatch.setattr(demo, "TINY", short)
     demo.main(["--out", str(folder), "--steps", "3", *arguments])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
