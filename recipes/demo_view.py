@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -124,9 +125,11 @@ class View:
         held_out = [row["held_out"] for row in rows if "held_out" in row]
         spent = rows[-1]["seconds"] - rows[0]["seconds"]
         tokens = sum(row.get("tokens", 0) for row in rows[1:])
+        found = health(rows)
         return {
             "held-out": f"{held_out[-1]:.2f}" if held_out else None,
             "reward": f"{mean(rewards[-5:]):.2f}" if rewards else None,
+            "KL": f"{found['KL']:.4f}" if found else None,
             "tokens/s": f"{tokens / spent:.0f}" if spent > 0 and tokens else None,
         }
 
@@ -153,23 +156,47 @@ class View:
 
     def _table(self) -> Table:
         took = time.monotonic() - self._start
-        table = Table(title=f"{self.title}, held-out greedy reward ({took:.0f} s in all)")
-        for name in ("run", "before", "after", "gain", "tokens", "tokens/s"):
-            table.add_column(name, justify="left" if name == "run" else "right")
+        table = Table(
+            title=f"{self.title}, held-out greedy reward ({took:.0f} s in all)",
+            caption="KL(q‖p), effective sample share and age in updates: last five updates",
+            box=SIMPLE,
+        )
+        table.add_column("run", no_wrap=True)
+        for name in ("before", "after", "gain", "KL", "ESS", "age", "tokens/s"):
+            table.add_column(name, justify="right", no_wrap=True)
         for run, rows in self.rows.items():
-            tokens = sum(row.get("tokens", 0) for row in rows)
-            speed = self._latest(rows)["tokens/s"] or ""
             held_out = [row["held_out"] for row in rows if "held_out" in row]
-            cells = ["", "", ""]
+            cells = [""] * 6
             if held_out:
                 gain = held_out[-1] - held_out[0]
-                cells = [f"{held_out[0]:.3f}", f"{held_out[-1]:.3f}", f"{gain:+.3f}"]
-            table.add_row(self._called(run), *cells, f"{tokens:,}", speed)
+                cells[:3] = [f"{held_out[0]:.3f}", f"{held_out[-1]:.3f}", f"{gain:+.3f}"]
+            if found := health(rows):
+                cells[3:] = [f"{found['KL']:.4f}", f"{found['ESS']:.3f}", f"{found['age']:.1f}"]
+            table.add_row(self._called(run), *cells, self._latest(rows)["tokens/s"])
         return table
 
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def health(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """How far the learner p is from the sampler q, a token, over the last five updates: the KL, the
+    share of samples that p/q leaves effective, the age of the weights; empty without a record."""
+    rows = [row for row in rows if "staleness/num:sum" in row][-5:]
+    if not rows:
+        return {}
+
+    def per_token(name: str) -> float:
+        weight = sum(row[f"{name}/den:sum"] for row in rows)
+        return sum(row[f"{name}/num:sum"] for row in rows) / weight if weight else 0.0
+
+    squared = per_token("is_weight_sq")
+    return {
+        "KL": per_token("kl_sample_train_v3"),
+        "ESS": per_token("is_weight") ** 2 / squared if squared else 0.0,
+        "age": per_token("staleness"),
+    }
 
 
 def mark(given: str, answer: str) -> str:
@@ -182,13 +209,14 @@ BLUE, ORANGE, GREY = "#2563eb", "#d97706", "#6b7280"
 
 
 def curve(path: Path, title: str, rows: Mapping[Run, Sequence[Mapping[str, float]]]) -> Path:
-    """Held-out greedy reward by RL step, with the control and the training reward."""
+    """Held-out greedy reward by RL step, with the control and the training reward; below, how far
+    the learner is from the sampler it learns from."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, 5.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     starts, ends = [], []
     for (_, kind), history in rows.items():
         if kind == "warm-up":
@@ -201,11 +229,15 @@ def curve(path: Path, title: str, rows: Mapping[Run, Sequence[Mapping[str, float
         axes.plot(steps, held_out, color=BLUE, marker="o", ms=5, lw=2.5)
         starts.append(held_out[0])
         ends.append(held_out[-1])
+        below.plot(*divergence(history), color=GREY, lw=1.2)
     _label_lines(axes, rows)
-    axes.set(xlabel="RL step", ylabel="reward", ylim=(0, 1.02))
-    axes.grid(axis="y", color="#e5e7eb")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set(ylabel="reward", ylim=(0, 1.02))
+    below.set(xlabel="RL step", ylabel="KL(q‖p)")
+    below.set_ylim(bottom=0)
+    for each in (axes, below):
+        each.grid(axis="y", color="#e5e7eb")
+        each.set_axisbelow(True)
+        each.spines[["top", "right"]].set_visible(False)
     change = f"{mean(starts):.2f} → {mean(ends):.2f}"
     axes.set_title(f"{title[0].upper()}{title[1:]}: {change} on held-out problems", loc="left")
     figure.savefig(path)
@@ -227,6 +259,19 @@ def _label_lines(axes: Any, rows: Mapping[Run, Sequence[Mapping[str, float]]]) -
 
 def series(history: Sequence[Mapping[str, float]], name: str) -> tuple[list[float], list[float]]:
     found = [(row["step"], row[name]) for row in history if name in row]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def divergence(
+    history: Sequence[Mapping[str, float]],
+) -> tuple[list[float], list[float]]:
+    """The KL of each update, a token."""
+    name = "kl_sample_train_v3"
+    found = [
+        (row["step"], row[f"{name}/num:sum"] / row[f"{name}/den:sum"])
+        for row in history
+        if row.get(f"{name}/den:sum")
+    ]
     return [step for step, _ in found], [value for _, value in found]
 
 

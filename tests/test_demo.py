@@ -117,8 +117,8 @@ def test_a_short_run_warms_up_improves_and_leaves_metrics_a_picture_and_a_table(
 
 def test_a_lagging_recorded_run_trains_with_stable_reinforce(tmp_path, monkeypatch):
     rows = run(tmp_path, monkeypatch, "--loss", "stable_reinforce", "--stale", "1", "--no-control")
-    trained = [row for row in rows["rl"] if "loss:sum" in row]
-    assert len(trained) == 3 and not rows["control"]
+    lags = [row["staleness:max"] for row in rows["rl"] if "loss:sum" in row]
+    assert lags == [0, 1, 1] and not rows["control"]
 
 
 def test_the_curve_takes_several_seeds(tmp_path):
@@ -129,6 +129,23 @@ def test_the_curve_takes_several_seeds(tmp_path):
     }
     assert demo_view.curve(tmp_path / "c.png", "sorting", rows).stat().st_size > 10_000
     assert demo_view.smooth([1, 2, 3], [0.0, 1.0, 0.5]) == ([1, 2, 3], [0.0, 0.5, 0.5])
+
+
+def test_health_pools_the_last_updates_and_is_empty_without_a_record():
+    update = {
+        f"{name}/{part}:sum": value
+        for name, num in {
+            "kl_sample_train_v3": 0.5,
+            "is_weight": 40.0,
+            "is_weight_sq": 50.0,
+            "staleness": 160.0,
+        }.items()
+        for part, value in (("num", num), ("den", 40.0))
+    }
+    wild = {name: 1e6 for name in update}
+    found = demo_view.health([wild] + [update] * 5)
+    assert found == pytest.approx({"KL": 0.0125, "ESS": 0.8, "age": 4.0})
+    assert demo_view.health([{"reward": 1.0}]) == {}
 
 
 @pytest.mark.nightly
