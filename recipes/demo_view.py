@@ -158,7 +158,7 @@ class View:
         took = time.monotonic() - self._start
         table = Table(
             title=f"{self.title}, held-out greedy reward ({took:.0f} s in all)",
-            caption="KL(q‖p), effective sample share and age in updates: last five updates",
+            caption="largest KL(q‖p) a token, smallest effective sample share, age in updates",
             box=SIMPLE,
         )
         table.add_column("run", no_wrap=True)
@@ -170,8 +170,10 @@ class View:
             if held_out:
                 gain = held_out[-1] - held_out[0]
                 cells[:3] = [f"{held_out[0]:.3f}", f"{held_out[-1]:.3f}", f"{gain:+.3f}"]
-            if found := health(rows):
-                cells[3:] = [f"{found['KL']:.4f}", f"{found['ESS']:.3f}", f"{found['age']:.1f}"]
+            if each := [found for row in rows if (found := health([row]))]:
+                cells[3] = f"{max(found['KL'] for found in each):.4f}"
+                cells[4] = f"{min(found['ESS'] for found in each):.3f}"
+                cells[5] = f"{mean([found['age'] for found in each]):.1f}"
             table.add_row(self._called(run), *cells, self._latest(rows)["tokens/s"])
         return table
 
