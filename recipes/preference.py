@@ -3,7 +3,8 @@
 A reward model is fitted on the spot to pairs of texts of which a (simulated) reader liked one
 better: the Bradley-Terry model, linear in the counts of letter pairs. It is only right near the
 texts that it has seen, so the policy is held to where it began: β > 0, the reference being the
-model before training. Set kl_penalty_coef=0 to see the score climb and the text fall apart.
+model before training. With kl_penalty_coef=0.05 the score climbs higher and the text falls apart:
+"the hen ateateateate".
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ held_out = ["> "] * 8
 stop = ["\n"]
 defaults = {
     "algorithm": "reinforce_pp",
-    "steps": 30,
+    "steps": 20,
     "groups_per_batch": 16,
     "group_size": 4,
     "learning_rate": 1e-3,
     "max_tokens": 20,
-    "kl_penalty_coef": 0.05,
+    "kl_penalty_coef": 0.2,
     "reference": "base",
     "reward_norm": "running",
     "eval_every": 10,
