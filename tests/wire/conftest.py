@@ -26,6 +26,8 @@ from trimtab.wire.app import create_app
 from trimtab.wire.calls import Gate, WireSettings
 from trimtab.wire.codec import WireCodec
 
+EARLY = 77  # a seq_id that comes before another one
+
 INFO = types.BaseModelInfo(
     name="org/tiny", path=Path("/srv/tiny"), architecture="LlamaForCausalLM", vocab_size=64,
     max_context=128, eos_token_ids=(0,), parameters=1, learner_dtype="float32",
@@ -57,6 +59,10 @@ class ScriptedService:
 
     async def reject(self, *arguments):
         self.calls.append(("reject", *arguments))
+        _, _, key, seq_id, why, _ = arguments
+        if seq_id == EARLY:
+            return Promise(f"{key}:{seq_id}", key)
+        raise why
 
     async def retrieve(self, owner, request_id, timeout):
         self._note("retrieve", owner, request_id, timeout)

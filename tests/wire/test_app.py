@@ -19,6 +19,8 @@ from trimtab.wire.app import BASE, ROUTES
 from trimtab.wire.calls import WireSettings
 from trimtab.wire.sessions import TESTED_SDK, client_flags
 
+from .conftest import EARLY
+
 STEP = {"model_id": "S:train:0", "seq_id": 2, "adam_params": {}}
 
 
@@ -166,8 +168,16 @@ def test_a_bad_body_uses_up_its_place(server):
     words = "adam_params.learning_rate: a number is required, found text"
     assert detail(server.client.post("/optim_step", json=body), 400) == words
     (call,) = server.service.calls
-    assert call[:6] == ("reject", "local", "optim_step", "S:train:0", 2, words)
+    assert call[:5] == ("reject", "local", "optim_step", "S:train:0", 2)
+    assert str(call[5]) == words
     assert json.loads(call[6]) == body
+
+
+def test_a_bad_body_that_came_before_another_gets_a_promise_instead(server):
+    body = STEP | {"seq_id": EARLY, "adam_params": {"learning_rate": "fast"}}
+    response = server.client.post("/optim_step", json=body)
+    assert response.status_code == 200
+    assert response.json() == {"request_id": f"S:train:0:{EARLY}", "model_id": "S:train:0"}
 
 
 def test_a_torn_compressed_body_uses_up_its_place(server):
