@@ -53,7 +53,7 @@ model-smollm2: $(VENV)/run.stamp ## fetch and convert SmolLM2-135M-Instruct, onc
 # ---- tests and checks
 
 test: $(VENV)/dev.stamp ## the test suite
-	$(BIN)/python -m pytest -m 'not nightly'
+	$(BIN)/python -m pytest
 
 nightly: $(VENV)/dev.stamp ## tests that take minutes or longer
 	$(BIN)/python -m pytest -m nightly
