@@ -54,7 +54,7 @@ TINY = Knobs(
     task=sorting(), rank=64, steps=60, groups=32, group_size=16, learning_rate=3e-4, warm_steps=250
 )
 PRETRAINED = Knobs(
-    task=sums(), rank=16, steps=40, groups=16, group_size=8, learning_rate=2e-4, held_out=100
+    task=sums(), rank=16, steps=30, groups=8, group_size=8, learning_rate=3e-4, held_out=64
 )
 
 

@@ -52,6 +52,7 @@ class View:
         self._file = (folder / "metrics.jsonl").open("w")
         self._console = Console()
         self._bars: dict[Run, TaskID] = {}
+        self._printed: dict[Run, float] = {}
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -117,7 +118,9 @@ class View:
         if len(rows) == 1:
             self._progress.start_task(self._bars[run])
         self._progress.update(self._bars[run], completed=step, said=said)
-        if not self._console.is_terminal and (step % 10 == 0 and "held_out" not in values):
+        due = step == self._lengths[run] or seconds - self._printed.get(run, 0.0) > 10
+        if not self._console.is_terminal and due and step:
+            self._printed[run] = seconds
             self._console.print(f"{self._called(run):>18} {step:4d}/{self._lengths[run]} {said}")
 
     def _latest(self, rows: Sequence[Mapping[str, float]]) -> dict[str, str | None]:
@@ -151,7 +154,9 @@ class View:
             shown = [mark(answers[step][i], problem.answer) for step in (0, self.steps)]
             examples.add_row(prompt, *shown, problem.answer)
         print_(examples)
-        picture = curve(self.folder / "reward.png", self.title, self.rows)
+        seeds = len({seed for seed, _ in self.rows})
+        title = self.title if seeds == 1 else f"{self.title}, {seeds} seeds"
+        picture = curve(self.folder / "reward.png", title, self.rows)
         print_(f"\n{picture}  {self.folder / 'metrics.jsonl'}", soft_wrap=True)
 
     def _table(self) -> Table:
