@@ -28,15 +28,14 @@ def test_no_held_out_sum_is_trained_on():
     assert arithmetic.reward(Completion("17"), {"answer": "7"}) == 0.0
 
 
-def test_a_number_found_sooner_is_worth_more():
+def test_a_number_is_found_in_time_or_not():
     item = {"prompt": guess_number.OPENING, "number": 7}
-    game = Completion("7", turns=["5", "7"], replies=[">\n"])
     assert guess_number.reply(Completion("5"), item) == ">\n"
-    assert guess_number.reply(game, item) is None
-    assert guess_number.reward(game, item) == pytest.approx(0.8)
-    assert guess_number.reward(Completion("7", turns=["7"]), item) == 1.0
-    assert guess_number.reward(Completion("6", turns=["5", "6"]), item) == 0.0
     assert guess_number.reply(Completion("seven"), item) == "!\n"
+    found = Completion("7", turns=["5", "7"], replies=[">\n"])
+    assert guess_number.reply(found, item) is None
+    assert guess_number.reward(found, item) == 1.0
+    assert guess_number.reward(Completion("6", turns=["5", "6"]), item) == 0.0
 
 
 def test_the_reward_model_learned_the_reader_s_taste():
