@@ -1,7 +1,7 @@
 """Sums of one-digit numbers, right or wrong: `python -m recipes.arithmetic`, minutes on a CPU.
 
-Without model= a tiny model is made and shown sums that are right about one time in sixteen and one
-too high otherwise; the reward then teaches it which. With a model of your own: `trimtab train
+Without model= a tiny model is made and shown sums of which one in sixteen is right and the others
+are one too high; the reward then teaches it which. With a model of your own: `trimtab train
 recipes/arithmetic.py model=...`.
 """
 
