@@ -163,7 +163,7 @@ class View:
         took = time.monotonic() - self._start
         table = Table(
             title=f"{self.title}, held-out greedy reward ({took:.0f} s in all)",
-            caption="largest KL(q‖p) a token, smallest effective sample share, age in updates",
+            caption="KL(q‖p) a token at most; ESS at least; age in updates",
             box=SIMPLE,
         )
         table.add_column("run", no_wrap=True)
