@@ -18,14 +18,16 @@ app = typer.Typer(add_completion=False)
 def main(
     what: Annotated[str, typer.Argument(help="quick, full, held-out, columns or report")] = "quick",
     results: Annotated[Path | None, typer.Option(help="JSON lines, appended to")] = None,
-    losses: Annotated[str, typer.Option(help="comma-separated; default: the served ones")] = "",
+    losses: Annotated[
+        str, typer.Option(help="separated by semicolons; default: the served ones")
+    ] = "",
     cache: Annotated[Path, typer.Option(help="where fitted policies are kept")] = Path(
         "runs/stability/policies"
     ),
     workers: Annotated[int, typer.Option(help="processes of one thread")] = 2,
 ) -> None:
     """Train small policies under stale and coarse samplers, and report how each loss held."""
-    chosen = tuple(losses.split(",")) if losses else grid.LOSSES
+    chosen = tuple(losses.split(";")) if losses else grid.LOSSES
     sets = {
         "quick": grid.quick,
         "full": lambda: grid.full(chosen),

@@ -166,6 +166,19 @@ def test_a_bad_chunk_that_comes_early_does_not_keep_the_first_one_away(world):
     run(script())
 
 
+def test_an_id_far_ahead_is_refused_and_costs_nothing(world):
+    async def script():
+        async with world.service() as service:
+            m = await new_model(service)
+            for far in (2**40, 2**62):
+                with pytest.raises(Invalid, match="too far ahead: the next in turn is 1"):
+                    await submit(service, optim_step(m, far))
+            await result(service, forward_backward(m, 1, [4]))
+            await result(service, UnloadModel(m))  # walks over every id that is missing
+
+    run(script())
+
+
 def test_a_missing_id_fails_what_waits_after_the_gap_timeout(world):
     async def script():
         async with world.service() as service:

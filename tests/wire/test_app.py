@@ -163,6 +163,10 @@ def test_a_large_upload_by_a_client_that_sends_before_it_reads_still_gets_its_41
     assert server.client.get("/healthz").status_code == 200
 
 
+def test_json_is_small_and_only_training_data_large():
+    assert {r.path for r in ROUTES if r.most > 8 * 2**20} == {"/forward_backward"}
+
+
 def test_a_bad_body_uses_up_its_place(server):
     body = STEP | {"adam_params": {"learning_rate": "fast"}}
     words = "adam_params.learning_rate: a number is required, found text"

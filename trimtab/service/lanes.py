@@ -25,6 +25,8 @@ from trimtab.service.futures import SqlWrite
 
 log = logging.getLogger(__name__)
 
+FAR = 2**17  # ids a request may be ahead of the next in turn: giving up walks over what is missing
+
 
 @dataclass(frozen=True, slots=True)
 class Done:
@@ -186,6 +188,11 @@ class Lanes:
                 f"seq_id {seq_id} of model {model_id!r} comes too late: the model waited for it,"
                 f" gave up, and goes on with seq_id {lane.next_seq}"
             )
+        if seq_id - lane.next_seq > FAR:
+            raise Invalid(
+                f"seq_id {seq_id} of model {model_id!r} is too far ahead: the next in turn is"
+                f" {lane.next_seq}, and no more than {FAR} may lie between"
+            )
         full = len(lane.parked) >= self._max_parked or lane.bytes + size > self._max_bytes
         if full and seq_id != lane.next_seq:
             raise Busy(
@@ -202,8 +209,8 @@ class Lanes:
         lane = self._lanes.get(model_id)
         if lane is None:
             return False
-        here = sum(1 for parked in lane.parked if parked < seq_id)
-        return seq_id - lane.next_seq > here
+        ahead = seq_id - lane.next_seq
+        return sum(1 for parked in lane.parked if parked < seq_id) < ahead <= FAR
 
     async def put(self, model_id: str, job: Job) -> None:
         """Park a job until its turn. If the lane has gone past its id in the meantime (the gap
@@ -221,7 +228,9 @@ class Lanes:
     def use_up(self, model_id: str, seq_id: int, failed: Callable[[str], None]) -> None:
         """A refused id takes its turn: `failed` is called then, nothing runs."""
         lane = self._lanes.get(model_id)
-        if lane is not None and seq_id >= lane.next_seq and lane.last is None:
+        if lane is None or lane.last is not None:
+            return
+        if 0 <= seq_id - lane.next_seq <= FAR:  # beyond, its turn never comes
             lane.parked[seq_id] = Job(seq_id, None, _nothing, failed)
             self._look(lane)
 

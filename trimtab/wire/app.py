@@ -33,6 +33,7 @@ from trimtab.wire.codec import WireCodec
 log = logging.getLogger(__name__)
 
 BASE = "/api/v1"
+JSON_BYTES = 8 * 2**20  # a prompt of a million tokens; parsing holds the interpreter meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Route:
     path: str
     handler: Callable[[Call], Awaitable[Response]]
     open: bool = False  # no key asked for
+    most: int = JSON_BYTES  # a body's bytes, beside the server's own limit
 
 
 ROUTES = (
@@ -54,7 +56,7 @@ ROUTES = (
     Route("POST", "/sessions/{session_id}/finish", sessions.finish_session),
     Route("POST", "/create_model", training.create_model),
     Route("POST", "/get_info", training.get_info),
-    Route("POST", "/forward_backward", training.forward_backward),
+    Route("POST", "/forward_backward", training.forward_backward, most=2**63),
     Route("POST", "/optim_step", training.optim_step),
     Route("POST", "/save_weights", training.save_weights),
     Route("POST", "/save_weights_for_sampler", training.save_weights_for_sampler),
@@ -90,7 +92,7 @@ def _endpoint(
         try:
             owner = _owner(route, request, settings)
             call = Call(request, gate, gate.service, settings, codec, owner)
-            call.body = await read_body(request, settings.max_body_bytes)
+            call.body = await read_body(request, min(route.most, settings.max_body_bytes))
             response = await route.handler(call)
         except TrimtabError as error:
             response = _refusal(error)
