@@ -72,3 +72,5 @@ def test_doctor_counts_what_a_journal_holds(tmp_path):
 def test_other_commands_are_handed_on():
     found = run("model", "--help")
     assert found.exit_code == 0 and "list" in found.stdout
+    found = run("train", "--help")
+    assert found.exit_code == 0 and "algorithm" in found.stdout

@@ -74,6 +74,14 @@ def model(context: typer.Context) -> None:
     _handed_on(model_app, context)
 
 
+@app.command(context_settings=HANDED_ON, add_help_option=False)
+def train(context: typer.Context) -> None:
+    """Train a model on a task: from a reward function to a better model."""
+    from trimtab.trainer.cli import command
+
+    command(context)
+
+
 def _handed_on(command: typer.Typer, context: typer.Context) -> None:
     """Give the rest of the line to a command that is only built now."""
     with _told():
