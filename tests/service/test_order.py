@@ -355,7 +355,10 @@ def test_a_creation_that_fails_takes_what_waits_with_it(world):
             assert "seq_id 2" in await error(service, early)
             late = await error(service, await submit(service, optim_step(m, 4)))
             assert late.startswith(f"user: model {m!r} was not created")
-            assert service._parts.lanes._lanes == {} and len(service._parts.models) == 0
+            async with asyncio.timeout(10):
+                while service._parts.lanes._lanes:
+                    await asyncio.sleep(0.01)
+            assert len(service._parts.models) == 0
 
     run(script())
 
