@@ -6,6 +6,8 @@ business.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Awaitable, Callable
@@ -16,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
+from starlette.types import Receive, Scope, Send
 
 from trimtab.errors import Stopping, TooLarge, TrimtabError
 from trimtab.wire import futures, sampling, sessions, training
@@ -33,6 +36,7 @@ from trimtab.wire.codec import WireCodec
 log = logging.getLogger(__name__)
 
 BASE = "/api/v1"
+LINGER_SECONDS = 2.0
 JSON_BYTES = 8 * 2**20  # a prompt of a million tokens; parsing holds the interpreter meanwhile
 
 
@@ -114,8 +118,25 @@ def _owner(route: Route, request: Request, settings: WireSettings) -> str:
     return owner_of(request.headers.get("x-api-key"), settings.api_keys)
 
 
+class Lingering(Response):
+    """Answers at once and goes on listening for a moment: closing on a client that is still sending
+    would reset the connection under the answer. What arrives is thrown away."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 def _refusal(error: TrimtabError) -> Response:
     response = failure(error.status, error.message)
+    if isinstance(error, TooLarge):
+        response = Lingering(response.body, error.status, media_type="application/json")
     if isinstance(error, TooLarge | Stopping):
         # The rest of the body stays unread, and a stopping server keeps no connection.
         response.headers["Connection"] = "close"
