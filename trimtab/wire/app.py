@@ -99,7 +99,7 @@ def _endpoint(
             call.body = await read_body(request, min(route.most, settings.max_body_bytes))
             response = await route.handler(call)
         except TrimtabError as error:
-            response = _refusal(error)
+            response = _refusal(error, request)
         except (ClientLeft, ClientDisconnect):
             response = Response(status_code=499)
         except Exception:
@@ -133,9 +133,9 @@ class Lingering(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _refusal(error: TrimtabError) -> Response:
+def _refusal(error: TrimtabError, request: Request) -> Response:
     response = failure(error.status, error.message)
-    if isinstance(error, TooLarge):
+    if isinstance(error, TooLarge) and "content-length" in request.headers:  # else it may not end
         response = Lingering(response.body, error.status, media_type="application/json")
     if isinstance(error, TooLarge | Stopping):
         # The rest of the body stays unread, and a stopping server keeps no connection.
