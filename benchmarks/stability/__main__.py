@@ -9,17 +9,20 @@ import typer
 from rich.console import Console
 
 from benchmarks.stability import grid, report
+from benchmarks.stability.variants import POSITIVE
 
-HERE = Path(__file__).parent
+WHAT = "quick, full, held-out, columns, alternatives, constants or report"
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 def main(
-    what: Annotated[str, typer.Argument(help="quick, full, held-out, columns or report")] = "quick",
-    results: Annotated[Path | None, typer.Option(help="JSON lines, appended to")] = None,
+    what: Annotated[str, typer.Argument(help=WHAT)] = "quick",
+    results: Annotated[
+        Path, typer.Option(help="JSON lines, a finished cell each; appended to")
+    ] = Path("runs/stability/cells.jsonl"),
     losses: Annotated[
-        str, typer.Option(help="separated by semicolons; default: the served ones")
+        str, typer.Option(help="separated by semicolons; default: those of the set")
     ] = "",
     cache: Annotated[Path, typer.Option(help="where fitted policies are kept")] = Path(
         "runs/stability/policies"
@@ -32,22 +35,24 @@ def main(
         "quick": grid.quick,
         "full": lambda: grid.full(chosen),
         "held-out": lambda: grid.held_out(chosen),
-        "columns": lambda: grid.bias_and_staleness(chosen),
+        "columns": lambda: grid.bias_and_staleness(chosen if losses else tuple(POSITIVE)),
+        "alternatives": grid.alternatives,
+        "constants": grid.constants,
         "report": list,
     }
     if what not in sets:
         raise typer.BadParameter(f"{what!r} is not one of {', '.join(sets)}", param_hint="what")
-    path = results or Path(f"runs/stability/{what}.jsonl")
     cells = sets[what]()
     if cells:
-        grid.run_cells(cells, path, cache, workers)
-    rows = list(grid.finished(path).values())
+        grid.run_cells(cells, results, cache, workers)
+    rows = list(grid.finished(results).values())
     if cells:
         keys = {cell.key for cell in cells}
         rows = [row for row in rows if row["cell"] in keys]
     report.print_report(rows, Console(width=150))
-    report.draw(rows, path.with_suffix(".png"))
-    print(f"{len(rows)} cells in {path}; picture: {path.with_suffix('.png')}")
+    picture = results.with_name(f"{what}.png")
+    report.draw(rows, picture)
+    print(f"{len(rows)} cells in {results}; picture: {picture}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from benchmarks.stability.cells import Cell
+from benchmarks.stability.cells import HEAD_K, Cell
 
 LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "stable_reinforce")
 ALTERNATIVES = ("ctr", "dppo", "topr")
@@ -19,6 +19,8 @@ TASKS = ("reverse", "modadd", "sort")
 STALENESS = (0, 1, 4, 16, 64)
 SEEDS = (0, 1, 2)
 HELD_OUT_SEEDS = (11, 12)
+HEADS = (2, 4, HEAD_K, 20)
+DECAYS = (0.0, 0.8, 0.97)  # beside 0.9
 
 
 def quick() -> list[Cell]:
@@ -73,6 +75,33 @@ def bias_and_staleness(variants: tuple[str, ...]) -> list[Cell]:
         for seed in SEEDS[:2]
         for task, numerics, staleness in columns
         for loss in variants
+    ]
+
+
+def alternatives(losses: tuple[str, ...] = ALTERNATIVES) -> list[Cell]:
+    """The losses that are not served, beside ours: every staleness at int8 and int4 at 4."""
+    points = [(staleness, "int8") for staleness in STALENESS] + [(4, "int4")]
+    return [
+        Cell(task, loss, staleness, numerics, seed)
+        for seed in SEEDS[:2]
+        for task in TASKS
+        for loss in ("stable_reinforce", *losses)
+        for staleness, numerics in points
+    ]
+
+
+def constants() -> list[Cell]:
+    """The size of the head and the decay of the trace, where each had the most to say: answers of
+    16 and 24 tokens over 256 symbols."""
+    climb = [("climb", "int8", staleness) for staleness in (4, 16, 64)]
+    walk = [("walk", "int4", 4)]
+    heads = [("stable_reinforce", k) for k in HEADS]
+    decays = [(f"decay {decay}", HEAD_K) for decay in DECAYS]
+    return [
+        Cell(task, loss, staleness, numerics, seed, head_k=k)
+        for seed in SEEDS[:2]
+        for loss, k in heads + decays
+        for task, numerics, staleness in climb + walk
     ]
 
 

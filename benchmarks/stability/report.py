@@ -68,6 +68,7 @@ def print_report(rows: Sequence[Row], console: Console) -> None:
     _print_split(int8, losses, "staleness", "int8 sampler, by staleness: final (collapse)", console)
     at_4 = [r for r in working if r["staleness"] == 4]
     _print_split(at_4, losses, "numerics", "staleness 4, by sampler: final (collapse)", console)
+    _print_split(working, losses, "head_k", "by size of the head: final (collapse)", console)
     _print_split(rows, losses, "task", "by task: final (collapse)", console)
     if OURS in losses:
         for other in losses:
