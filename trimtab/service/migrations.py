@@ -8,9 +8,14 @@ A request moves so, and never back:
     done ──► trimmed                   result dropped: acknowledged, or its session long over
 
 A model:      creating ──► ready ──┬► unloaded   asked for, or its session ended
-                  └────► failed    └► lost       its weights lived in a process that is gone
+                  └────► failed    └► lost       it could not be restored after a restart
 A session:    open ──► finished | expired
 A sequence:   (its request is pending, cancelled or failed: no row) ──► recorded ──► expired: no row
+
+What a training request does to its model stands in `effect`: 1 adds to the gradient of its window (and
+spoils it when it failed), 2 is a step, 0 changes nothing that a replay would have to repeat. `gaps` are
+ids that a lane gave up on. A snapshot covers all of its model's requests up to its seq_id, so their
+bodies go when its row comes. `pins` keep sequences for requests that may have to be run (again).
 
 Bodies, results and the arrays of a sequence stand in tables of their own, so that changing a state
 or an expiry never rewrites a blob, and dropping one never touches its row.
@@ -183,6 +188,42 @@ MIGRATIONS: tuple[tuple[int, str], ...] = (
             head_ids        BLOB,
             head_logprobs   BLOB
         );
+        """,
+    ),
+    (
+        2,
+        """
+        ALTER TABLE requests ADD COLUMN effect INTEGER NOT NULL DEFAULT 0;
+        UPDATE requests SET effect = CASE kind WHEN 'forward_backward' THEN 1
+            WHEN 'optim_step' THEN 2 ELSE 0 END;
+        CREATE INDEX requests_order ON requests (key, seq_id) WHERE kind != 'sample';
+
+        ALTER TABLE models ADD COLUMN saved TEXT;
+
+        CREATE TABLE gaps (
+            model_id        TEXT NOT NULL,
+            first           INTEGER NOT NULL,
+            after           INTEGER NOT NULL,
+            missed          TEXT NOT NULL,
+            PRIMARY KEY (model_id, first)
+        ) WITHOUT ROWID;
+
+        CREATE TABLE snapshots (
+            model_id        TEXT PRIMARY KEY,
+            seq_id          INTEGER NOT NULL,
+            folder          TEXT NOT NULL,
+            form            TEXT NOT NULL,
+            contents        TEXT NOT NULL,
+            failed          TEXT NOT NULL,
+            created_at      REAL NOT NULL
+        ) WITHOUT ROWID;
+
+        CREATE TABLE pins (
+            sequence_id     TEXT NOT NULL,
+            request_id      TEXT NOT NULL,
+            PRIMARY KEY (sequence_id, request_id)
+        ) WITHOUT ROWID;
+        CREATE INDEX pins_request ON pins (request_id);
         """,
     ),
 )
