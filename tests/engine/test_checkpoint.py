@@ -154,3 +154,32 @@ def test_a_checkpoint_of_another_rank_goes_into_a_new_model_only(saved):
     learner.create("wide", LoraConfig(rank=8, seed=1))
     with pytest.raises(Invalid, match="lora rank is 4, this model's is 8"):
         learner.load_state("wide", folder, optimizer=True)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("window", [False, True])
+def test_a_snapshot_restores_weights_optimizer_and_window_bit_for_bit(
+    learner, llama, tmp_path, steps, window
+):
+    learner.create("m", LoraConfig(rank=4, seed=1))
+    train(learner, steps)
+    if window:
+        forward_backward(learner, random_data(seed=7), seq_id=41)
+    write = learner.snapshot("m")
+    expected = one_step(learner, "m")  # the copy does not move with the model
+    write(tmp_path / "s")
+    other = TorchLearner(llama, micro_batch_tokens=16)
+    other.restore("m", tmp_path / "s")
+    assert other._models["m"].window.seq_ids == ([41] if window else [])
+    assert one_step(other, "m") == expected
+    assert torch.equal(weights_of(other, "m"), weights_of(learner, "m"))
+
+
+def test_a_snapshot_cut_short_is_refused(learner, tmp_path):
+    learner.create("m", LoraConfig(rank=4, seed=1))
+    forward_backward(learner, random_data())
+    learner.snapshot("m")(tmp_path / "s")
+    file = tmp_path / "s" / checkpoint.WINDOW
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(Invalid, match=r"window\.safetensors is damaged"):
+        learner.restore("m", tmp_path / "s")

@@ -47,6 +47,9 @@ class Learner(Protocol):
         """Apply and clear the window. A non-finite gradient raises Invalid naming the datums, keeps
         weights and moments, and clears the window. An empty window raises Invalid."""
 
+    def check_step(self, params: AdamParams) -> None:
+        """Raise Invalid for parameters `optim_step` would refuse before it touches anything."""
+
     def clear_window(self, model_id: str) -> None:
         """Drop accumulated gradients."""
 
@@ -63,6 +66,14 @@ class Learner(Protocol):
     def load_state(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         """Replace adapter (and optimizer, or start it fresh) and clear the window. A model
         that does not exist is created with the LoRA configuration of the checkpoint."""
+
+    def snapshot(self, model_id: str) -> Callable[[Path], int]:
+        """Copy what the model is now (weights, optimizer, steps, accumulated gradient) and return
+        what writes the copy into a folder and says how many bytes. Copying is quick; the writing
+        may be done by any thread, whatever the model becomes meanwhile."""
+
+    def restore(self, model_id: str, folder: Path) -> None:
+        """Make the model what it was when that snapshot was taken, to the last bit."""
 
     def unload(self, model_id: str) -> None:
         """Forget the model. Unknown ids are fine."""

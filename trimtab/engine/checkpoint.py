@@ -1,8 +1,9 @@
 """Adapters and optimizers as files: safetensors for tensors, JSON for the rest, nothing else read.
 
-A folder holds adapter.safetensors (PEFT's tensor names), perhaps optimizer.safetensors, and
-state.json, written last, with the size and SHA-256 of the others, so that a cut-off or altered file
-is found before a tensor is used. Knows nothing of paths' names, of sessions or of training.
+A folder holds adapter.safetensors (PEFT's tensor names), perhaps optimizer.safetensors, for a
+snapshot in mid-window also window.safetensors (accumulated gradients), and state.json, written
+last, with the size and SHA-256 of the others, so that a cut-off or altered file is found before a
+tensor is used. Knows nothing of paths' names, of sessions or of training.
 """
 
 from __future__ import annotations
@@ -28,10 +29,21 @@ from trimtab.types import LoraConfig
 
 FORMAT = 1
 ADAPTER, OPTIMIZER, STATE = "adapter.safetensors", "optimizer.safetensors", "state.json"
+WINDOW = "window.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 Moments = dict[str, dict[str, Tensor]]
 """tensor name -> exp_avg, exp_avg_sq and step of AdamW; empty before the first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """Gradients between two steps, by tensor name, with the requests they come from and the
+    (seq_id, datum) whose gradient was not finite."""
+
+    gradients: Mapping[str, Tensor]
+    seq_ids: tuple[int, ...]
+    culprits: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,7 @@ class Saved:
     adapter: Adapter
     steps: int
     moments: Moments | None
+    window: Accumulated | None = None
 
 
 def tensor_names(module: str) -> tuple[str, str]:
@@ -65,7 +78,13 @@ def adapter_tensors(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def write(
-    folder: Path, base_model: str, adapter: Adapter, steps: int, moments: Moments | None = None
+    folder: Path,
+    base_model: str,
+    adapter: Adapter,
+    steps: int,
+    moments: Moments | None = None,
+    *,
+    window: Accumulated | None = None,
 ) -> int:
     """Write `folder` (created; the caller renames it into place) and return the bytes written."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,6 +95,8 @@ def write(
             for name, each in moments.items()
             for part, value in each.items()
         }
+    if window is not None:
+        files[WINDOW] = dict(window.gradients)
     described = {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
     state = {
         "format": FORMAT,
@@ -85,6 +106,8 @@ def write(
         "steps": steps,
         "files": described,
     }
+    if window is not None:
+        state["window"] = {"seq_ids": window.seq_ids, "culprits": window.culprits}
     written = write_bytes(folder / STATE, json.dumps(state, indent=1).encode())
     return written + sum(entry["bytes"] for entry in described.values())
 
@@ -121,8 +144,10 @@ def read(
     max_rank: int,
     device: torch.device,
     optimizer: bool = False,
+    window: bool = False,
 ) -> Saved:
-    """The adapter of `folder` (and its optimizer when asked), checked against `net`.
+    """The adapter of `folder` (and its optimizer and accumulated gradients when asked), checked
+    against `net`.
 
     Raises NotFound for a folder that is none, Invalid for one that is not whole or does not fit.
 
@@ -144,7 +169,8 @@ def read(
     refuse_rest(found, ADAPTER)
     adapter = Adapter(config, pairs)
     moments = read_moments(folder, state, adapter, device) if optimizer else None
-    return Saved(adapter, state["steps"], moments)
+    gradients = read_window(folder, state, adapter, device) if window else None
+    return Saved(adapter, state["steps"], moments, gradients)
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -239,3 +265,20 @@ def read_moments(
         }
     refuse_rest(found, OPTIMIZER)
     return moments
+
+
+def read_window(
+    folder: Path, state: Mapping[str, Any], adapter: Adapter, device: torch.device
+) -> Accumulated | None:
+    """The gradients accumulated when a snapshot was taken; None where there were none."""
+    noted = state.get("window")
+    if noted is None:
+        return None
+    found = read_tensors(folder, WINDOW, state, device)
+    gradients = {
+        name: take(found, WINDOW, name, tuple(tensor.shape))
+        for name, tensor in adapter_tensors(adapter).items()
+    }
+    refuse_rest(found, WINDOW)
+    culprits = tuple((seq_id, datum) for seq_id, datum in noted["culprits"])
+    return Accumulated(gradients, tuple(noted["seq_ids"]), culprits)

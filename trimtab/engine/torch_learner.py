@@ -7,7 +7,7 @@ of sessions, spans or sequence ids. N rows of a datum, M packed rows, K ids a ro
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from trimtab.engine.batching import (
 from trimtab.engine.lora import Adapter
 from trimtab.engine.models import BaseModel
 from trimtab.engine.numerics import use_threads
-from trimtab.engine.training import Training
+from trimtab.engine.training import Training, check_adam
 from trimtab.errors import Invalid, NotFound, Stopping
 from trimtab.losses import LOSSES
 from trimtab.losses.base import Loss, LossInputs, LossOutputs, Metrics, StabilityInputs
@@ -92,6 +92,9 @@ class TorchLearner:
 
     def step_count(self, model_id: str) -> int:
         return self._model(model_id).steps
+
+    def check_step(self, params: AdamParams) -> None:
+        check_adam(params)
 
     def clear_window(self, model_id: str) -> None:
         self._model(model_id).clear_window()
@@ -191,6 +194,28 @@ class TorchLearner:
         if model_id in self._models:
             check_same(self._models[model_id].adapter.config, saved.adapter.config)
         self._models[model_id] = Training(saved.adapter, saved.steps, saved.moments)
+
+    def snapshot(self, model_id: str) -> Callable[[Path], int]:
+        model = self._model(model_id)
+        steps, (adapter, moments, window) = model.steps, model.copy()
+        return lambda folder: checkpoint.write(
+            folder, self.info.name, adapter, steps, moments, window=window
+        )
+
+    def restore(self, model_id: str, folder: Path) -> None:
+        saved = checkpoint.read(
+            folder,
+            self._net,
+            self.info.name,
+            max_rank=self.info.max_lora_rank,
+            device=self._device,
+            optimizer=True,
+            window=True,
+        )
+        model = Training(saved.adapter, saved.steps, saved.moments)
+        if saved.window is not None:
+            model.accumulate(saved.window)
+        self._models[model_id] = model
 
 
 @dataclass(eq=False)

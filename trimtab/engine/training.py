@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trimtab.engine.checkpoint import MOMENTS, Moments, adapter_tensors
+from trimtab.engine.checkpoint import MOMENTS, Accumulated, Moments, adapter_tensors
 from trimtab.engine.lora import Adapter
 from trimtab.errors import Invalid
 from trimtab.types import AdamParams
@@ -76,6 +76,31 @@ class Training:
             for name, p in self._named().items()
             if p in state
         }
+
+    def copy(self) -> tuple[Adapter, Moments, Accumulated | None]:
+        """All that makes this model what it is, apart from what it becomes."""
+        pairs = {
+            name: (A.detach().clone(), B.detach().clone())
+            for name, (A, B) in self.adapter.pairs.items()
+        }
+        moments = {
+            name: {part: value.clone() for part, value in each.items()}
+            for name, each in self.moments().items()
+        }
+        return Adapter(self.adapter.config, pairs), moments, self._accumulated()
+
+    def _accumulated(self) -> Accumulated | None:
+        window = self.window
+        if window.gradients is None:
+            return None
+        named = zip(self._named(), window.gradients, strict=True)
+        gradients = {name: gradient.clone() for name, gradient in named}
+        return Accumulated(gradients, tuple(window.seq_ids), tuple(window.culprits))
+
+    def accumulate(self, window: Accumulated) -> None:
+        """Take up the gradients of a snapshot."""
+        gradients = [window.gradients[name] for name in self._named()]
+        self.window = Window(gradients, list(window.seq_ids), list(window.culprits))
 
     def step(self, params: AdamParams) -> dict[str, float]:
         """One AdamW step on the window, all of it or nothing; the window is cleared unless the
