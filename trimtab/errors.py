@@ -18,12 +18,20 @@ permanent conflict is an Invalid. `category` is what a failed future carries.
 
 from __future__ import annotations
 
+HEAD, TAIL = 2000, 1000  # characters of a longer message that are kept
+
 
 class TrimtabError(Exception):
+    """`message` is one sentence. It quotes what was sent, which may be megabytes, and it goes into
+    the answer, the journal and the log: of a long one only the ends are kept."""
+
     status = 500
     category = "server"
 
     def __init__(self, message: str) -> None:
+        left_out = len(message) - HEAD - TAIL
+        if left_out > 0:
+            message = f"{message[:HEAD]} ({left_out} characters left out) {message[-TAIL:]}"
         super().__init__(message)
         self.message = message
 

@@ -85,7 +85,9 @@ def create_app(gate: Gate, settings: WireSettings, codec: WireCodec) -> Starlett
         )
         for route in ROUTES
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+    app.router.redirect_slashes = False  # a redirect of ours would go where the Host header says
+    return app
 
 
 def _endpoint(

@@ -49,7 +49,8 @@ class Fields:
         return cls(value, f"{where}." if prefix is None else prefix)
 
     def name(self, field: str) -> str:
-        return f"{self.where}{field}"
+        """Where the field stands; a name that would break the line is quoted."""
+        return f"{self.where}{field if field.isprintable() else repr(field)}"
 
     def wrong(self, field: str, wanted: str) -> Invalid:
         found = kind_of(self.values.get(field))
