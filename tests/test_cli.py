@@ -74,3 +74,23 @@ def test_other_commands_are_handed_on():
     assert found.exit_code == 0 and "list" in found.stdout
     found = run("train", "--help")
     assert found.exit_code == 0 and "algorithm" in found.stdout
+
+
+def test_keys_are_created_listed_and_revoked(tmp_path):
+    at = ("--data-dir", str(tmp_path))
+    missing = run("keys", "list", *at)
+    assert missing.exit_code == 1 and "no key was ever created" in missing.stderr
+    made = run("keys", "create", "alice", "--name", "laptop", *at)
+    secret = made.stdout.strip()
+    assert secret.startswith("tml-") and "it is not shown again" in made.stderr
+    run("keys", "create", "bob", *at)
+    listed = run("keys", "list", *at).stdout.splitlines()
+    assert [line.split()[:2] for line in listed] == [["1", "alice"], ["2", "bob"]]
+    assert "used never" in listed[0] and listed[0].endswith("live  laptop")
+    assert secret not in "".join(listed)
+    assert "key 1 of alice is revoked" in run("keys", "revoke", "1", *at).stdout
+    first, second = run("keys", "list", *at).stdout.splitlines()
+    assert "revoked 2" in first and second.endswith("live")
+    wrong = run("keys", "revoke", "7", *at)
+    assert wrong.exit_code == 1 and "key 7 is unknown" in wrong.stderr
+    assert "is no owner's name" in run("keys", "create", "../x", *at).stderr

@@ -7,6 +7,8 @@ import pytest
 
 from trimtab.config import ServerConfig, load_config, model_source
 from trimtab.errors import Invalid
+from trimtab.server import Server
+from trimtab.service.keys import Keys
 
 MODEL = {"model": ["org/tiny"]}
 
@@ -50,7 +52,6 @@ def test_unknown_knobs_are_refused_and_their_source_is_named(tmp_path):
     [
         ({"port": "70000"}, "port (from the command line): input should be less than or equal"),
         ({"dtype": "int3"}, "dtype (from the command line): input should be 'auto', 'float32' or"),
-        ({"host": "0.0.0.0"}, "0.0.0.0 can be reached from other machines; give an api_key"),
         ({"api_key": ["secret"]}, "api_key (from the command line): a key starts with tml-"),
         ({"model": ["a/b", "a/b"]}, "two models are named 'a/b'"),
         ({"model": ["a/b=/nowhere"]}, "'a/b=/nowhere': there is no folder '/nowhere'"),
@@ -73,10 +74,28 @@ def test_a_missing_or_broken_file_is_a_sentence(tmp_path):
     assert "is not valid TOML" in refusal(file=tmp_path / "bad.toml")
 
 
-def test_other_machines_may_connect_with_a_key():
-    assert load(flags={"host": "0.0.0.0", "api_key": ["tml-1"]}).host == "0.0.0.0"
-    for host in ("localhost", "::1", "127.0.0.2"):
-        assert load(flags={"host": host}).host == host
+def served(path, **flags):
+    """A server that is built and listens nowhere for long: its host."""
+    config = load(flags={"data_dir": path, "port": 0} | flags)
+    server = Server(config)
+    server._listener.close()
+    server._keys.close()
+    return config.host
+
+
+def test_other_machines_may_connect_with_a_key_alone(tmp_path):
+    with pytest.raises(Invalid, match=r"host: 0.0.0.0 can be reached from other machines"):
+        served(tmp_path / "a", host="0.0.0.0")
+    assert served(tmp_path / "a", host="0.0.0.0", api_key=["tml-1"]) == "0.0.0.0"
+    for host in ("localhost", "127.0.0.2"):
+        assert served(tmp_path / "a", host=host) == host
+    keys = Keys(tmp_path / "b")
+    key, _ = keys.create("alice")
+    assert served(tmp_path / "b", host="0.0.0.0") == "0.0.0.0"
+    keys.revoke(key.key_id)
+    keys.close()
+    with pytest.raises(Invalid, match="create a key: `trimtab keys create OWNER"):
+        served(tmp_path / "b", host="0.0.0.0")
 
 
 def test_what_a_model_is_called(tmp_path, monkeypatch):

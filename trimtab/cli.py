@@ -9,6 +9,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
@@ -19,6 +20,7 @@ from trimtab.errors import TrimtabError
 
 if TYPE_CHECKING:
     from trimtab.server import Server
+    from trimtab.service.keys import Keys
 
 HANDED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -80,6 +82,72 @@ def train(context: typer.Context) -> None:
     from trimtab.trainer.cli import command
 
     command(context)
+
+
+keys_app = typer.Typer(
+    help="Create, list and revoke the keys that clients present; a running server follows at once.",
+    no_args_is_help=True,
+)
+app.add_typer(keys_app, name="keys")
+DataDir = Annotated[Path, typer.Option(help="The server's data directory.")]
+DATA_DIR = Path("trimtab-data")
+
+
+@keys_app.command("create")
+def create_key(
+    owner: Annotated[str, typer.Argument(help="Who will own what is made with the key.")],
+    name: Annotated[str, typer.Option(help="What the key is for.")] = "",
+    data_dir: DataDir = DATA_DIR,
+) -> None:
+    """Create a key and print it, this once; only its hash is kept."""
+    with _told(), _keys(data_dir, new=True) as keys:
+        key, secret = keys.create(owner, name)
+        typer.echo(f"key {key.key_id} of {key.owner}; it is not shown again", err=True)
+        typer.echo(secret)
+
+
+@keys_app.command("list")
+def list_keys(data_dir: DataDir = DATA_DIR) -> None:
+    """List every key: number, owner, when it was created and last used (to a minute), its name."""
+    with _told(), _keys(data_dir) as keys:
+        for key in keys.all():
+            used = "never" if key.last_used_at is None else _time(key.last_used_at)
+            state = "live" if key.revoked_at is None else f"revoked {_time(key.revoked_at)}"
+            created = _time(key.created_at)
+            typer.echo(
+                f"{key.key_id:4}  {key.owner:20}  created {created}  used {used:16}  {state}"
+                f"  {key.name}".rstrip()
+            )
+
+
+@keys_app.command("revoke")
+def revoke_key(
+    number: Annotated[int, typer.Argument(help="The key's number in `trimtab keys list`.")],
+    data_dir: DataDir = DATA_DIR,
+) -> None:
+    """Refuse a key from now on. What its owner made stays the owner's."""
+    with _told(), _keys(data_dir) as keys:
+        key = keys.revoke(number)
+        typer.echo(f"key {key.key_id} of {key.owner} is revoked")
+
+
+@contextmanager
+def _keys(data_dir: Path, *, new: bool = False) -> Iterator[Keys]:
+    from trimtab.errors import Invalid
+    from trimtab.service.keys import FILE, Keys
+
+    if not new and not (data_dir / FILE).exists():
+        raise Invalid(f"data_dir: no key was ever created in {str(data_dir)!r}")
+    keys = Keys(data_dir)
+    try:
+        yield keys
+    finally:
+        keys.close()
+
+
+def _time(seconds: float) -> str:
+    """UTC, to the minute."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def _handed_on(command: typer.Typer, context: typer.Context) -> None:
@@ -146,7 +214,7 @@ def _metavar(annotation: Any) -> str:
     """What to write after a flag: INT, FLOAT, TEXT, PATH or the words that are allowed."""
     if get_origin(annotation) is Literal:
         return "|".join(get_args(annotation))
-    kinds = {int: "INT", float: "FLOAT", Path: "PATH"}
+    kinds = {bool: "true|false", int: "INT", float: "FLOAT", Path: "PATH"}
     return next((kinds[k] for k in (annotation, *get_args(annotation)) if k in kinds), "TEXT")
 
 
@@ -159,8 +227,7 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
 def _announce(server: Server) -> None:
     """What a user needs next, on stdout; the server answers right after."""
     names = ", ".join(source.name for source in server.config.models())
-    configured = server.config.api_key
-    key = "tml-local" if not configured else "tml-...  # one of the keys you configured"
+    key = "tml-...  # one of this server's keys" if server.asks_for_keys else "tml-local"
     for info in server.models:
         if info.sampler_kl > 0:
             typer.echo(

@@ -49,7 +49,12 @@ class ServerConfig(BaseModel):
     api_key: tuple[str, ...] = Field(
         (),
         description="A key that clients may use (tml-...). May be given several times; each key "
-        "owns what it creates. Without one, any tml- key is taken, on this machine only.",
+        "owns what it creates. Without one here or from `trimtab keys`, any tml- key is taken, on "
+        "this machine only.",
+    )
+    jwt_auth: bool = Field(
+        True,
+        description="Let clients exchange their key for a signed token of an hour; whoami reads it.",
     )
     device: str = Field(
         "auto", description="cpu, cuda or cuda:N; auto takes an accelerator where there is one."
@@ -114,15 +119,6 @@ class ServerConfig(BaseModel):
                     "a key starts with tml- and holds no spaces; clients refuse others"
                 )
         return keys
-
-    @model_validator(mode="after")
-    def _reachable_only_with_a_key(self) -> ServerConfig:
-        if not self.api_key and not is_loopback(self.host):
-            raise ValueError(
-                f"{self.host} can be reached from other machines; give an api_key, or listen on "
-                "127.0.0.1"
-            )
-        return self
 
     @model_validator(mode="after")
     def _models_have_names_of_their_own(self) -> ServerConfig:

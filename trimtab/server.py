@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from trimtab.service.core import Engine, Service, Store
+    from trimtab.service.keys import Keys
     from trimtab.types import BaseModelInfo
     from trimtab.wire.calls import Gate, WireSettings
     from trimtab.wire.codec import WireCodec
@@ -111,12 +112,14 @@ def codec(config: ServerConfig) -> WireCodec:
     return WireCodec(config.max_body_mib * MIB)
 
 
-def wire_settings(config: ServerConfig) -> WireSettings:
+def wire_settings(config: ServerConfig, keys: Keys | None = None) -> WireSettings:
     from trimtab.wire.calls import WireSettings
 
     near = is_loopback(config.host)
     return WireSettings(
         api_keys=config.api_key,
+        keys=keys,
+        jwt_auth=config.jwt_auth,
         max_body_bytes=config.max_body_mib * MIB,
         hold_seconds=config.hold_seconds,
         chunk_datums=config.chunk_datums,
@@ -150,11 +153,17 @@ class Server:
         self.config = config
         self._ready = ready
         self._progress = progress
+        self._keys = _keys(config)
         self._listener = _listen(config.host, config.port)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
         self.models: tuple[BaseModelInfo, ...] = ()
         self.serving = threading.Event()
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether clients must hold a key that was configured or created."""
+        return bool(self.config.api_key) or self._keys.ever()
 
     @property
     def url(self) -> str:
@@ -176,7 +185,8 @@ class Server:
 
         self._loop = asyncio.get_running_loop()
         gate = Gate()
-        app = create_app(gate, wire_settings(self.config), codec(self.config))
+        settings = wire_settings(self.config, self._keys)
+        app = create_app(gate, settings, codec(self.config))
         http = _http_server(app)
         listening = asyncio.ensure_future(http.serve([self._listener]))
         try:
@@ -186,6 +196,7 @@ class Server:
             http.should_exit = True
             await listening
             self._listener.close()
+            self._keys.close()
 
     async def _live(self, gate: Gate) -> None:
         """Take the data directory, load, open, wait for the end, close."""
@@ -218,6 +229,20 @@ class Server:
         finally:
             gate.close()
             await service.stop()
+
+
+def _keys(config: ServerConfig) -> Keys:
+    """The stored keys; refuses an address that others reach where no key would keep them out."""
+    from trimtab.service.keys import Keys
+
+    keys = Keys(config.data_dir)
+    if not (config.api_key or is_loopback(config.host) or keys.some_live()):
+        keys.close()
+        raise Invalid(
+            f"host: {config.host} can be reached from other machines; give an api_key, listen on"
+            f" 127.0.0.1, or create a key: `trimtab keys create OWNER --data-dir {config.data_dir}`"
+        )
+    return keys
 
 
 def _listen(host: str, port: int) -> socket.socket:

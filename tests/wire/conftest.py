@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from trimtab import types
+from trimtab import tiny, types
 from trimtab.server import _http_server
 from trimtab.service.core import (
     CheckpointRecord,
@@ -22,9 +22,12 @@ from trimtab.service.core import (
     Promise,
     SamplerRecord,
 )
+from trimtab.service.keys import Keys
 from trimtab.wire.app import create_app
 from trimtab.wire.calls import Gate, WireSettings
 from trimtab.wire.codec import WireCodec
+
+from .live import MODEL, serving
 
 EARLY = 77  # a seq_id that comes before another one
 
@@ -152,3 +155,24 @@ def running():
 def server():
     with _running() as box:
         yield box
+
+
+# ------------------------------------------------------------------ a whole server
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    return tiny.build(tmp_path_factory.mktemp("model") / "tiny", context=256)
+
+
+@pytest.fixture(scope="session")
+def shared(model_folder, tmp_path_factory):
+    """One server for all: `url`, and a key of alice's and one of bob's, both stored."""
+    data_dir = tmp_path_factory.mktemp("data")
+    keys = Keys(data_dir)
+    alice, bob = (keys.create(owner, f"{owner}'s laptop")[1] for owner in ("alice", "bob"))
+    with serving(model=(f"{MODEL}={model_folder}",), data_dir=data_dir) as server:
+        yield SimpleNamespace(
+            server=server, url=server.url, data_dir=data_dir, keys=keys, alice=alice, bob=bob
+        )
+    keys.close()

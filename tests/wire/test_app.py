@@ -43,7 +43,9 @@ def test_every_switch_is_one_the_sdk_knows():
 
 
 def test_the_docs_have_a_row_for_each_route_and_no_other():
-    rows = re.findall(r"^\| `(GET|POST) (/api/v1\S+)`", Path("docs/protocol.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| `(GET|POST|PUT|DELETE) (/api/v1\S+)`", Path("docs/protocol.md").read_text(), re.M
+    )
     assert rows == [(route.method, BASE + route.path) for route in ROUTES]
 
 

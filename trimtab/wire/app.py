@@ -21,14 +21,14 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
 from trimtab.errors import Stopping, TooLarge, TrimtabError
-from trimtab.wire import futures, sampling, sessions, training
+from trimtab.wire import account, futures, sampling, sessions, training
+from trimtab.wire.access import OPEN, Access, Caller, InvalidToken
 from trimtab.wire.calls import (
     Call,
     ClientLeft,
     Gate,
     WireSettings,
     failure,
-    owner_of,
     read_body,
 )
 from trimtab.wire.codec import WireCodec
@@ -55,6 +55,9 @@ ROUTES = (
     Route("POST", "/client/dynamic_config", sessions.dynamic_config),
     Route("GET", "/get_server_capabilities", sessions.get_server_capabilities),
     Route("POST", "/telemetry", sessions.telemetry),
+    Route("POST", "/auth/token", account.auth_token),
+    Route("GET", "/auth/apikey/me", account.get_own_key),
+    Route("DELETE", "/auth/apikey/me", account.delete_own_key),
     Route("POST", "/create_session", sessions.create_session),
     Route("POST", "/session_heartbeat", sessions.session_heartbeat),
     Route("POST", "/sessions/{session_id}/finish", sessions.finish_session),
@@ -79,9 +82,12 @@ ROUTES = (
 
 def create_app(gate: Gate, settings: WireSettings, codec: WireCodec) -> Starlette:
     """The ASGI application. It answers 503 until `gate.open(service)`."""
+    access = Access(settings.api_keys, settings.keys)
     routes = [
         StarletteRoute(
-            BASE + route.path, _endpoint(route, gate, settings, codec), methods=[route.method]
+            BASE + route.path,
+            _endpoint(route, gate, settings, codec, access),
+            methods=[route.method],
         )
         for route in ROUTES
     ]
@@ -91,13 +97,13 @@ def create_app(gate: Gate, settings: WireSettings, codec: WireCodec) -> Starlett
 
 
 def _endpoint(
-    route: Route, gate: Gate, settings: WireSettings, codec: WireCodec
+    route: Route, gate: Gate, settings: WireSettings, codec: WireCodec, access: Access
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         number = uuid.uuid4().hex[:12]
         try:
-            owner = _owner(route, request, settings)
-            call = Call(request, gate, gate.service, settings, codec, owner)
+            caller = _caller(route, request, access)
+            call = Call(request, gate, gate.service, settings, codec, access, caller)
             call.body = await read_body(request, min(route.most, settings.max_body_bytes))
             response = await route.handler(call)
         except TrimtabError as error:
@@ -114,10 +120,10 @@ def _endpoint(
     return endpoint
 
 
-def _owner(route: Route, request: Request, settings: WireSettings) -> str:
+def _caller(route: Route, request: Request, access: Access) -> Caller:
     if route.open:
-        return ""
-    return owner_of(request.headers.get("x-api-key"), settings.api_keys)
+        return Caller("", OPEN)
+    return access.caller(request.headers.get("x-api-key"))
 
 
 class Lingering(Response):
@@ -139,6 +145,8 @@ def _refusal(error: TrimtabError, request: Request) -> Response:
     response = failure(error.status, error.message)
     if isinstance(error, TooLarge) and "content-length" in request.headers:  # else it may not end
         response = Lingering(response.body, error.status, media_type="application/json")
+    if isinstance(error, InvalidToken):
+        response.headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
     if isinstance(error, TooLarge | Stopping):
         # The rest of the body stays unread, and a stopping server keeps no connection.
         response.headers["Connection"] = "close"

@@ -7,8 +7,6 @@ and long polls that are held end at once.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,8 +15,10 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from trimtab.errors import Stopping, TooLarge, Unauthorized, UserError
+from trimtab.errors import Stopping, TooLarge, UserError
 from trimtab.service.core import Service
+from trimtab.service.keys import Keys
+from trimtab.wire.access import Access, Caller
 from trimtab.wire.codec import WireCodec, inflate
 from trimtab.wire.fields import Fields
 
@@ -29,11 +29,14 @@ _INLINE = 64 * 2**10  # larger bodies are read on a worker thread
 
 @dataclass(frozen=True, slots=True)
 class WireSettings:
-    """What the composition root decides for this room. `api_keys` empty: any key that starts with
-    tml- is taken, as the owner "local". `tokenizer_ids` names a tokenizer by base model, where the
-    base model's own name would not find it."""
+    """What the composition root decides for this room. `api_keys` and `keys` are the keys that
+    open it (see `access.py`); with `jwt_auth` the client exchanges its key for a token.
+    `tokenizer_ids` names a tokenizer by base model, where the base model's own name would not find
+    it."""
 
     api_keys: tuple[str, ...] = ()
+    keys: Keys | None = None
+    jwt_auth: bool = False
     max_body_bytes: int = 128 * 2**20
     hold_seconds: float = 25.0
     inline_result_bytes: int = 2**20
@@ -80,8 +83,13 @@ class Call:
     service: Service
     settings: WireSettings
     codec: WireCodec
-    owner: str
+    access: Access
+    caller: Caller
     body: bytes = b""
+
+    @property
+    def owner(self) -> str:
+        return self.caller.owner
 
     @property
     def path(self) -> dict[str, str]:
@@ -137,22 +145,7 @@ def failure(status: int, detail: str) -> Response:
     return answer({"detail": detail}, status)
 
 
-# ------------------------------------------------------------------ who calls, and what they send
-
-
-def owner_of(key: str | None, api_keys: tuple[str, ...]) -> str:
-    """Who holds `key`. Compared as digests and against every key, so time tells nothing."""
-    if not key:
-        raise Unauthorized("X-API-Key: required")
-    digest = hashlib.sha256(key.encode()).digest()
-    if not api_keys:
-        if key.startswith("tml-"):
-            return "local"
-        raise Unauthorized("X-API-Key: a key starts with tml-")
-    known = [hmac.compare_digest(digest, hashlib.sha256(k.encode()).digest()) for k in api_keys]
-    if not any(known):
-        raise Unauthorized("X-API-Key: this server does not know the key")
-    return digest.hex()[:16]
+# ------------------------------------------------------------------ what they send
 
 
 async def read_body(request: Request, limit: int) -> bytes:

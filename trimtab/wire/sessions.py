@@ -15,7 +15,7 @@ def client_flags(settings: WireSettings) -> dict[str, object]:
     Flags not named here keep the SDK's default.
     """
     return {
-        "pjwt_auth_enabled": False,
+        "pjwt_auth_enabled": settings.jwt_auth,
         "parallel_fwdbwd_chunks": True,
         "fwdbwd_max_chunk_len": settings.chunk_datums,
         "proto_compress_fwdbwd": settings.compress,
