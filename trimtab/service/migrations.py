@@ -226,4 +226,39 @@ MIGRATIONS: tuple[tuple[int, str], ...] = (
         CREATE INDEX pins_request ON pins (request_id);
         """,
     ),
+    (
+        3,
+        """
+        ALTER TABLE checkpoints ADD COLUMN public INTEGER NOT NULL DEFAULT 0;
+        CREATE INDEX checkpoints_owner ON checkpoints (owner, created_at);
+        CREATE INDEX models_owner ON models (owner, created_at);
+        CREATE INDEX sessions_owner ON sessions (owner, created_at);
+
+        CREATE TABLE copies (
+            owner           TEXT NOT NULL,
+            idempotency_key TEXT NOT NULL,
+            path            TEXT NOT NULL,
+            PRIMARY KEY (owner, idempotency_key)
+        ) WITHOUT ROWID;
+
+        CREATE TABLE usage (
+            hour            INTEGER NOT NULL,
+            owner           TEXT NOT NULL,
+            session_id      TEXT NOT NULL,
+            base_model      TEXT NOT NULL,
+            kind            TEXT NOT NULL,
+            amount          INTEGER NOT NULL,
+            PRIMARY KEY (owner, hour, session_id, base_model, kind)
+        ) WITHOUT ROWID;
+
+        CREATE TABLE audit (
+            at              REAL NOT NULL,
+            owner           TEXT NOT NULL,
+            event           TEXT NOT NULL,
+            path            TEXT NOT NULL,
+            details         TEXT NOT NULL
+        );
+        CREATE INDEX audit_owner ON audit (owner, at);
+        """,
+    ),
 )
