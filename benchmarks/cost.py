@@ -3,6 +3,8 @@
     learning     tokens a second and peak memory of the two losses on one batch, 32 x 128 tokens
     recording    samples through HTTP and the official SDK with and without record_stability_info,
                  and the bytes the service then holds
+    sweeping     the same samples while the service drops 20,000 expired sequences, and while it
+                 has none to drop
 
 The two of a pair take turns in one run, so that the ratios hold on a machine that does other things
 too; medians over the rounds. Peak memory is measured in a process of its own for each loss.
@@ -17,6 +19,7 @@ import argparse
 import json
 import multiprocessing
 import sqlite3
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +36,7 @@ from trimtab.service.store import FILE
 from trimtab.types import AdamParams, LoraConfig, Stability, TrainingBatch, TrainingDatum
 
 RANK, HEAD_K = 32, 8
+EXPIRED = 20_000
 LOSSES = ("stable_reinforce", "importance_sampling")
 
 
@@ -145,12 +149,15 @@ def recording(path: Path, options: argparse.Namespace) -> dict[str, float]:
         with trimtab.local(model=f"{name}={path}", data_dir=data_dir) as service:
             made = [client(service, name, record, options.new) for record in (True, False)]
             speed = versus(made[0], made[1], options.rounds, time.perf_counter)
+            swept = sweeping(made[0], data_dir / FILE, options.rounds)
         kept = kept_in(data_dir / FILE)
     return {
         "recording: with, tok/s": speed["one, tok/s"],
         "recording: without, tok/s": speed["other, tok/s"],
         "recording: ratio of speeds": speed["ratio"],
         "recording: bytes of a token's stability part": kept,
+        "sweeping: ratio of speeds": swept["ratio"],
+        "sweeping: sequences dropped a run": swept["dropped"],
     }
 
 
@@ -164,8 +171,51 @@ def kept_in(database: Path) -> float:
     return float(size / tokens)
 
 
+def sweeping(run: Contender, database: Path, rounds: int) -> dict[str, float]:
+    """Fill the journal with expired copies of what it holds, and sample while they are dropped."""
+    ratios, dropped = [], []
+    for _ in range(rounds):
+        quiet = seconds(run)
+        fill(database, EXPIRED)
+        ratios.append(quiet / seconds(run))
+        dropped.append(EXPIRED - left(database))
+        while left(database):
+            time.sleep(0.2)
+    return {"ratio": statistics.median(ratios), "dropped": statistics.median(dropped)}
+
+
+def seconds(run: Contender) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def fill(database: Path, count: int) -> None:
+    with sqlite3.connect(database, timeout=60) as db:
+        [(name,)] = db.execute("SELECT MAX(sequence_id) FROM arrays WHERE head_ids IS NOT NULL")
+        numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) "
+        columns = "idx, length, temperature, versions, head_k, finished_at"
+        db.execute(
+            f"{numbers} INSERT INTO sequences SELECT 'swept:' || i, 'swept', session_id, {columns},"
+            " 0 FROM n, sequences WHERE sequence_id = ?",
+            (count, name),
+        )
+        db.execute(
+            f"{numbers} INSERT INTO arrays SELECT 'swept:' || i, tokens, logprobs, head_ids,"
+            " head_logprobs FROM n, arrays WHERE sequence_id = ?",
+            (count, name),
+        )
+
+
+def left(database: Path) -> int:
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as db:
+        [(count,)] = db.execute("SELECT COUNT(*) FROM sequences WHERE request_id = 'swept'")
+    return int(count)
+
+
 def client(service: tinker.ServiceClient, name: str, record: bool, new: int) -> Contender:
-    sampler = service.create_sampling_client(base_model=name, record_stability_info=record).result()
+    made = service.create_sampling_client(base_model=name, record_stability_info=record)
+    sampler = made.result()
     rng = np.random.default_rng(0)
     prompts = [tinker.ModelInput.from_ints(rng.integers(3, 500, 64).tolist()) for _ in range(16)]
     params = tinker.SamplingParams(max_tokens=new, seed=0, stop=[])
