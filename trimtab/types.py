@@ -201,6 +201,25 @@ class SaveWeightsForSamplerResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveWeightsExternal:
+    """A PEFT adapter for use elsewhere. `recipients`: age or SSH public keys that each file is
+    encrypted to; none means plain files."""
+
+    model_id: str
+    seq_id: int
+    name: str
+    ttl_seconds: int | None = None
+    recipients: tuple[str, ...] = ()
+    user_metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWeightsExternalResult:
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadWeights:
     """Into an existing model (`model_id`, `seq_id`) or a new one (`session_id`, `model_seq_id`)."""
 
@@ -349,6 +368,7 @@ Request = (
     | CreateModel
     | SaveWeights
     | SaveWeightsForSampler
+    | SaveWeightsExternal
     | LoadWeights
     | UnloadModel
     | Sample
@@ -359,6 +379,7 @@ Result = (
     | CreateModelResult
     | SaveWeightsResult
     | SaveWeightsForSamplerResult
+    | SaveWeightsExternalResult
     | LoadWeightsResult
     | UnloadModelResult
     | SampleResult

@@ -2,6 +2,7 @@
 
     tinker://<model>/weights/<name>            adapter and optimizer
     tinker://<model>/sampler_weights/<name>    adapter alone
+    tinker://<model>/external_weights/<name>   a PEFT adapter, for use elsewhere
 
 Three segments, always. A folder's name on disk is random and never made from a client's words, so
 no name can leave the data directory. Knows no rows: a folder that no row names is nobody's, and
@@ -19,7 +20,7 @@ from pathlib import Path
 from trimtab.errors import Invalid
 
 SCHEME = "tinker://"
-KINDS = ("weights", "sampler_weights")
+KINDS = ("weights", "sampler_weights", "external_weights")
 
 
 def path_of(model_id: str, kind: str, name: str) -> str:

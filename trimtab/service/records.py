@@ -38,6 +38,7 @@ KINDS = (
     "optim_step",
     "save_weights",
     "save_weights_for_sampler",
+    "save_weights_external",
     "load_weights",
     "unload_model",
     "sample",
@@ -100,8 +101,8 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """`kind` is the middle segment of `path`: "weights" (adapter and optimizer) or
-    "sampler_weights" (adapter alone)."""
+    """`kind` is the middle segment of `path`: "weights" (adapter and optimizer), "sampler_weights"
+    (adapter alone) or "external_weights" (for use elsewhere). `public`: every owner may read it."""
 
     path: str
     kind: str
@@ -114,3 +115,4 @@ class CheckpointRecord:
     created_at: float = 0.0
     expires_at: float | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+    public: bool = False

@@ -11,12 +11,13 @@ import asyncio
 import hashlib
 import logging
 import secrets
+import sqlite3
 from concurrent.futures import Future
 from dataclasses import replace
 
 from trimtab.engine.base import SampleWork
 from trimtab.errors import Busy, Invalid, Stopping, TrimtabError, UserError
-from trimtab.service import ids
+from trimtab.service import ids, ledger
 from trimtab.service.futures import CANCELLED, Entry, SqlWrite
 from trimtab.service.parts import Parts
 from trimtab.service.publish import BASE
@@ -222,7 +223,26 @@ class Sampling:
             now=now,
             expires_at=now + self._parts.settings.sequence_seconds,
         )
-        return (*self._parts.codec.encode(result), record)
+        used = self._used(entry, request, result, now)
+
+        def write(db: sqlite3.Connection) -> None:
+            record(db)
+            used(db)
+
+        return (*self._parts.codec.encode(result), write)
+
+    def _used(self, entry: Entry, request: Sample, result: SampleResult, now: float) -> SqlWrite:
+        sampler = self._parts.samplers.find(entry.key)  # `get` is the loop's
+        assert sampler is not None
+        hits = result.prompt_cache_hit_tokens
+        amounts = {
+            ledger.PREFILL: len(request.prompt) - hits,
+            ledger.CACHED: hits,
+            ledger.SAMPLED: sum(len(sequence.tokens) for sequence in result.sequences),
+        }
+        return ledger.counted(
+            entry.owner, entry.session_id, sampler.record.base_model, amounts, now
+        )
 
     def cancel(self, request_id: str) -> None:
         future = self._running.get(request_id)

@@ -22,6 +22,7 @@ KEYS = {
     "optim_step": "model_id",
     "save_weights": "model_id",
     "save_weights_for_sampler": "model_id",
+    "save_weights_external": "model_id",
     "load_weights": "model_id",
     "sample": "sampling_session_id",
 }

@@ -27,6 +27,7 @@ from trimtab.types import (
     SampledSpan,
     SamplingParams,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
     Span,
     UnloadModel,
@@ -202,6 +203,18 @@ def _sampler_kind(fields: Fields) -> Literal["snapshot", "inflight"]:
     raise Invalid(f"kind: {kind!r} is neither 'snapshot' nor 'inflight'")
 
 
+def save_weights_external(body: bytes, budget: Budget) -> SaveWeightsExternal:
+    fields = Fields.parse(body)
+    return SaveWeightsExternal(
+        model_id=fields.text("model_id"),
+        seq_id=fields.integer("seq_id"),
+        name=fields.text("path"),
+        ttl_seconds=fields.integer_or_none("ttl_seconds"),
+        recipients=fields.texts("age_encryption_recipients"),
+        user_metadata=fields.text_map("user_metadata"),
+    )
+
+
 def load_weights(body: bytes, budget: Budget) -> LoadWeights:
     fields = Fields.parse(body)
     if not fields.has("optimizer"):
@@ -297,6 +310,7 @@ DECODERS: Mapping[str, Callable[[bytes, Budget], Request]] = {
     "create_model": create_model,
     "save_weights": save_weights,
     "save_weights_for_sampler": save_weights_for_sampler,
+    "save_weights_external": save_weights_external,
     "load_weights": load_weights,
     "unload_model": unload_model,
     "sample": sample,

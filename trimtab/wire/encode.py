@@ -18,6 +18,7 @@ from trimtab.types import (
     Result,
     SampledSequence,
     SampleResult,
+    SaveWeightsExternalResult,
     SaveWeightsForSamplerResult,
     SaveWeightsResult,
     TopK,
@@ -47,6 +48,7 @@ def _plain(
     | OptimStepResult
     | SaveWeightsResult
     | SaveWeightsForSamplerResult
+    | SaveWeightsExternalResult
     | LoadWeightsResult
     | UnloadModelResult,
 ) -> dict[str, object]:
@@ -61,6 +63,8 @@ def _plain(
             found = {"path": path, "sampling_session_id": sampling_session_id}
             given = {name: value for name, value in found.items() if value is not None}
             return {"type": "save_weights_for_sampler", **given}
+        case SaveWeightsExternalResult(path, size_bytes):
+            return {"type": "save_weights_external", "path": path, "size_bytes": size_bytes}
         case LoadWeightsResult(path, model_id):
             return {"type": "load_weights", "path": path, "model_id": model_id}
         case UnloadModelResult(model_id):

@@ -35,6 +35,10 @@ async def save_weights_for_sampler(call: Call) -> Response:
     return await submit(call, "save_weights_for_sampler")
 
 
+async def save_weights_external(call: Call) -> Response:
+    return await submit(call, "save_weights_external")
+
+
 async def load_weights(call: Call) -> Response:
     return await submit(call, "load_weights")
 
