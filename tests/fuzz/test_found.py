@@ -5,7 +5,7 @@ import json
 import pytest
 
 from .app import BASE, Sent
-from .bodies import headers, post
+from .bodies import JSON_BODIES, headers, post
 from .judge import MOST
 
 
@@ -41,6 +41,14 @@ def test_a_slash_too_many_is_no_redirect(app, method):
     sent = Sent(method, f"{BASE}/healthz/", headers=(*headers(), (b"host", b"elsewhere.example")))
     answer = app.send(sent)
     assert answer.status == 404 and b"location" not in answer.headers
+
+
+def test_a_stop_id_of_65_bits(app, world):
+    """It was an internal error: no array of 64-bit integers holds it."""
+    body = JSON_BODIES["/asample"](world)
+    body["sampling_params"]["stop"] = [0, 2**63]
+    detail = refused(app, "/asample", json.dumps(body).encode(), 400)
+    assert detail.startswith("sampling_params.stop[1]: 9223372036854775808 is outside")
 
 
 def test_the_same_world_still_works(app, world):

@@ -33,7 +33,7 @@ from trimtab.types import (
     UnloadModel,
 )
 from trimtab.wire import trimtab_pb2 as pb
-from trimtab.wire.fields import Fields, kind_of
+from trimtab.wire.fields import INT64, Fields, kind_of
 from trimtab.wire.tensors import Budget, tensor_of, tensor_of_json, tokens_of, tokens_of_json
 
 MAX_DATUMS = 16_384
@@ -298,9 +298,11 @@ def _stops(fields: Fields) -> tuple[tuple[str, ...], tuple[int, ...]]:
             raise Invalid(f"{fields.name('stop')}: an empty text stops nothing")
         return tuple(stop), ()
     for index, entry in enumerate(stop):
+        where = f"{fields.name('stop')}[{index}]"
         if type(entry) is not int:
-            where = f"{fields.name('stop')}[{index}]"
             raise Invalid(f"{where}: all texts or all token ids, found {kind_of(entry)}")
+        if entry not in INT64:
+            raise Invalid(f"{where}: {entry} is outside {INT64.start} to {INT64.stop - 1}")
     return (), tuple(stop)
 
 
