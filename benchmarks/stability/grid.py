@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.stability.cells import HEAD_K, Cell
 
 LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "stable_reinforce")
-ALTERNATIVES = ("ctr", "dppo", "topr")
+ALTERNATIVES = ("ctr", "dppo", "topr", "gspo 5%")
 TASKS = ("reverse", "modadd", "sort")
 STALENESS = (0, 1, 4, 16, 64)
 SEEDS = (0, 1, 2)

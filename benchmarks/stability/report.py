@@ -126,6 +126,7 @@ def verdicts(rows: Sequence[Row]) -> list[tuple[str, bool, str]]:
     out += [_final_share(held, fresh, k, s) for k, s in ((4, 0.95), (16, 0.90), (64, 0.75))]
     out += [_gradients(held, fresh), _end_kl(held)]
     out += [_no_worse(rows, ours, other) for other in ("importance_sampling", "ppo")]
+    out += [_on_policy(rows)]
     return [verdict for verdict in out if verdict is not None]
 
 
@@ -176,6 +177,19 @@ def _no_worse(rows: Sequence[Row], ours: Sequence[Row], other: str) -> Verdict:
     rates = [float(np.mean([*map(collapsed, group)])) for group in (ours, theirs)]
     text = f"final {gap:+.3f} [{low:+.3f}, {high:+.3f}], collapse {rates[0]:.2f} : {rates[1]:.2f}"
     return f"no worse than {other}", low > 0 and rates[0] <= rates[1], text
+
+
+def _on_policy(rows: Sequence[Row]) -> Verdict:
+    """Beyond the noise: the whole interval of the paired gaps to the best other lies below 0."""
+    fresh = [r for r in rows if r["staleness"] == 0 and r["numerics"] == "int8"]
+    fresh = [r for r in fresh if r["lr_scale"] == 1]
+    others = sorted({r["loss"] for r in fresh} - {OURS})
+    if not others or len(others) == len({r["loss"] for r in fresh}):
+        return None
+    best = max(others, key=lambda name: _mean([r for r in fresh if r["loss"] == name], "final"))
+    gap, low, high = paired(fresh, best)
+    text = f"final {gap:+.3f} [{low:+.3f}, {high:+.3f}] against {best}, the best other"
+    return "on policy no worse than the best", high >= 0, text
 
 
 def _mean(rows: Sequence[Row], key: str) -> float:

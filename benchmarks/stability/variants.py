@@ -10,11 +10,12 @@ sampler's numerics did, p_v being the learner's own arithmetic on the sampling w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from trimtab.losses import LOSSES
 from trimtab.losses.base import Loss, LossInputs, LossOutputs
 from trimtab.losses.record import RecordedRows, kl_penalty, record_metrics, recorded_rows
 from trimtab.losses.rows import clamp_log_ratio
@@ -85,7 +86,17 @@ def _weight(rows: RecordedRows, inputs: LossInputs, weight: Weight) -> Tensor:
     return weight(Rows(r_N, r_N * b_N, b_N, fresh_N))
 
 
+def gspo_within(share: float) -> Loss:
+    """GSPO with thresholds for short answers: the served ones are the paper's, made for answers of
+    thousands of tokens, where a mean log-ratio is tiny."""
+    gspo = LOSSES["gspo"]
+    limits = {"clip_low_threshold": 1 - share, "clip_high_threshold": 1 + share}
+    config = {name: replace(gspo.spec.config[name], default=limits[name]) for name in limits}
+    return Loss(replace(gspo.spec, config=config), gspo.fn)
+
+
 VARIANTS: dict[str, Loss] = {
+    "gspo 5%": gspo_within(0.05),
     **{name: positive_variant(name, weight) for name, weight in POSITIVE.items()},
     **{
         f"decay {decay}": with_constants(Constants(trace_decay=decay)) for decay in (0.0, 0.8, 0.97)
