@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import pickle
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -50,7 +51,8 @@ T = TypeVar("T")
 V = 64
 BAD = 13  # a target token that makes the learner fail in execution
 OWNER = "me"
-QUIET = ServiceSettings(sweep_seconds=3600.0)  # sweeps are called by hand
+# Sweeps are called by hand, and a clock that is moved on has been heard ticking all the while.
+QUIET = ServiceSettings(sweep_seconds=3600.0, pause_seconds=math.inf)
 RATIO = {"target_tokens": "required", "logprobs": "required", "advantages": "required"}
 LOSSES = {
     spec.name: spec
@@ -151,6 +153,10 @@ class SumLearner:
         self.steps[model_id] += 1
         return OptimStepResult({"weight": self.weights[model_id]})
 
+    def check_step(self, params: AdamParams) -> None:
+        if params.learning_rate < 0:
+            raise Invalid(f"adam_params.learning_rate is {params.learning_rate}")
+
     def clear_window(self, model_id: str) -> None:
         self.calls.append(("clear_window", model_id))
         self.windows[model_id] = 0.0
@@ -165,6 +171,26 @@ class SumLearner:
         return (folder / "state.json").write_text(json.dumps(state))
 
     save_adapter = save_state
+
+    def snapshot(self, model_id: str) -> Callable[[Path], int]:
+        kept = {
+            "weight": self.weights[model_id],
+            "step": self.steps[model_id],
+            "window": self.windows[model_id],
+        }
+
+        def write(folder: Path) -> int:
+            folder.mkdir()
+            self.on_save()
+            return (folder / "state.json").write_text(json.dumps(kept))
+
+        return write
+
+    def restore(self, model_id: str, folder: Path) -> None:
+        self.calls.append(("restore", model_id))
+        state = json.loads((folder / "state.json").read_text())
+        self.weights[model_id], self.steps[model_id] = state["weight"], state["step"]
+        self.windows[model_id] = state["window"]
 
     def load_state(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         self.calls.append(("load_state", model_id, optimizer))

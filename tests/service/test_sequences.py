@@ -247,7 +247,7 @@ def test_a_prompt_stays_as_long_as_one_of_its_sequences(world):
             await service.heartbeat(OWNER, session)
             await result(service, train(m, 1, f"{s}:0:1", second))
             world.clock.now += DAY - 1800.0
-            service._parts.sessions._open[session].heartbeat_at = world.clock.now
+            service._parts.sessions._open[session].heard_at = service._parts.sessions._awake()
             await service.sweep()
             assert service.held().sequences == 1
             assert len(service._parts.store.read("SELECT * FROM prompts")) == 1

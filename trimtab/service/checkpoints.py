@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.errors import Invalid, NotFound
-from trimtab.service import paths
+from trimtab.service import ledger, paths
 from trimtab.service.futures import SqlWrite
 from trimtab.service.records import CheckpointRecord
 from trimtab.service.settings import ServiceSettings
@@ -68,12 +68,13 @@ class Checkpoints:
         return checkpoint_of(row)
 
     def get(self, owner: str, path: str, *kinds: str) -> Checkpoint:
-        """A live checkpoint of this owner, of one of `kinds` where given."""
+        """A live checkpoint that this owner may read (its own, or a published one), of one of
+        `kinds` where given."""
         _, kind, _ = paths.parse_path(path, self._settings.max_name)
         if kinds and kind not in kinds:
             raise Invalid(f"path {path!r} names {kind}; here only {', '.join(kinds)} will do")
         found = self.find(path)
-        if found is None or found.owner != owner:
+        if found is None or not (found.owner == owner or found.record.public):
             raise NotFound(f"checkpoint {path!r} is unknown")
         return found
 
@@ -83,6 +84,15 @@ class Checkpoints:
             "SELECT path FROM checkpoints WHERE model_id = ? AND kind = 'weights'"
             " AND (expires_at IS NULL OR expires_at > ?) ORDER BY created_at DESC LIMIT 1",
             (model_id, self._clock()),
+        )
+        return None if row is None else str(row["path"])
+
+    def holding(self, model_id: str, contents: str) -> str | None:
+        """The path of a training checkpoint of this model that holds just this and will stay."""
+        row = self._store.row(
+            "SELECT path FROM checkpoints WHERE model_id = ? AND kind = 'weights'"
+            " AND contents = ? AND expires_at IS NULL ORDER BY created_at DESC LIMIT 1",
+            (model_id, contents),
         )
         return None if row is None else str(row["path"])
 
@@ -137,6 +147,7 @@ def checkpoint_of(row: sqlite3.Row) -> Checkpoint:
             created_at=row["created_at"],
             expires_at=row["expires_at"],
             user_metadata=json.loads(row["user_metadata"]),
+            public=bool(row["public"]),
         ),
         owner=row["owner"],
         folder=row["folder"],
@@ -188,6 +199,15 @@ def _put(db: sqlite3.Connection, checkpoint: Checkpoint) -> None:
             json.dumps(dict(record.user_metadata)),
         ),
     )
+    ledger.audited(checkpoint.owner, "checkpoint_create", record.path, record.created_at)(db)
+    row = db.execute(
+        "SELECT session_id FROM models WHERE model_id = ?", (record.model_id,)
+    ).fetchone()
+    if row is not None:
+        amounts = {ledger.CHECKPOINTS: 1}
+        ledger.counted(
+            checkpoint.owner, row["session_id"], record.base_model, amounts, record.created_at
+        )(db)
 
 
 def _put_weights(db: sqlite3.Connection, weights: Weights, now: float) -> None:

@@ -15,11 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from trimtab.errors import Invalid, NotFound, Stopping, TrimtabError, UserError
 from trimtab.service import ids, restart, sweep
+from trimtab.service.clock import steady
+from trimtab.service.keeping import Keeping
+from trimtab.service.listing import Listing
 from trimtab.service.orders import Orders
 from trimtab.service.parts import join
 from trimtab.service.records import (
@@ -37,6 +39,7 @@ from trimtab.service.sampling import Sampling
 from trimtab.service.sequences import Held
 from trimtab.service.settings import ServiceSettings
 from trimtab.service.store import Store
+from trimtab.service.usage import Usage
 from trimtab.types import BaseModelInfo, Request, Sample
 
 __all__ = [
@@ -65,11 +68,15 @@ class Service:
         store: Store,
         engines: Mapping[str, Engine],
         codec: Codec,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        clock = steady(store) if clock is None else clock
         self._parts = join(settings, store, engines, codec, clock)
         self._orders = Orders(self._parts)
         self._sampling = Sampling(self._parts)
+        self.listing = Listing(self._parts)
+        self.keeping = Keeping(self._parts)
+        self.usage = Usage(self._parts)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._storage_at = clock()
@@ -81,7 +88,7 @@ class Service:
         for engine in self._parts.engines.values():
             engine.sampler.start()
         self._parts.lanes.start()
-        pending = await restart.recover(self._parts)
+        pending = await restart.recover(self._parts, self._orders)
         self._tasks = [
             asyncio.create_task(restart.resume(self._parts, self._sampling, pending)),
             asyncio.create_task(self._sweep_forever()),
@@ -107,6 +114,7 @@ class Service:
         for error in filter(None, (end.exception() for end in done)):
             log.error("an engine did not stop well", exc_info=error)
         await self._sampling.drain(1.0)
+        await parts.snapshots.stop(1.0)
         parts.futures.release()
         parts.pool.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(parts.store.close)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,12 +24,16 @@ from trimtab.service import ids
 from trimtab.service.records import Completion, Completions, Outcome, Promise
 from trimtab.service.store import Store
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 SqlWrite = Callable[[sqlite3.Connection], object]
 PENDING = Outcome("pending")
 CANCELLED = "the request was cancelled"
 INLINE = 1 << 20  # bytes of a result that the loop reads itself
 PAGE = 1000  # completions in one answer
+NOTHING, GRADIENT, STEP = 0, 1, 2  # what a request does to its model, as far as a replay must know
+FULL = frozenset({5, 6, 7, 8, 10, 13, 14})  # SQLite: busy, locked, memory, read-only, I/O, full
+RETRY = 0.5  # seconds until an outcome that could not be written is written again
 REFUSED: dict[int, type[UserError]] = {400: Invalid, 404: NotFound, 410: Gone, 413: TooLarge}
 
 
@@ -46,6 +51,7 @@ class Entry:
     body: bytes = b""
     seed: int | None = None
     samples: int = 0
+    effect: int = NOTHING
 
     @property
     def promise(self) -> Promise:
@@ -74,6 +80,7 @@ class Futures:
         self._store = store
         self._clock = clock
         self._live: dict[str, _Live] = {}
+        self._releasing = False
         self._unwritten: dict[str, tuple[str, Outcome]] = {}  # outcomes the store could not take
         self._listeners: dict[tuple[str, int], set[asyncio.Future[None]]] = {}
         row = store.row("SELECT MAX(cursor) AS newest FROM requests")
@@ -172,7 +179,7 @@ class Futures:
                 " WHERE request_id = ?",
                 (content_type, len(body), now, entry.request_id),
             )
-            self._close(db, entry)
+            self._close(db, entry, again=entry.effect != NOTHING)
 
         await self._conclude(entry, write, Outcome("done", body, content_type))
 
@@ -194,11 +201,11 @@ class Futures:
             " WHERE request_id = ?",
             (outcome.error, outcome.category, self._clock(), entry.request_id),
         )
-        self._close(db, entry)
+        self._close(db, entry, again=entry.effect == STEP)
 
     async def _conclude(self, entry: Entry, write: SqlWrite, outcome: Outcome) -> None:
         try:
-            await self._store.write(write)
+            await self._written(entry, write)
         except Stopping:
             outcome = PENDING
         except (TrimtabError, sqlite3.Error) as error:
@@ -206,9 +213,27 @@ class Futures:
         self._settle(entry.request_id, outcome)
         self._tell(entry.key, entry.seq_id)
 
+    async def _written(self, entry: Entry, write: SqlWrite) -> None:
+        """Write, and while the disk is full wait for it: told means committed, so until then the
+        request is pending, and nothing that comes after it runs."""
+        told = False
+        while True:
+            try:
+                await self._store.write(write)
+                return
+            except (TrimtabError, sqlite3.Error) as error:
+                if not _passes(error):
+                    raise
+                if self._releasing:
+                    raise Stopping("the server is stopping") from error
+                if not told:
+                    log.error("the outcome of %s waits for the disk: %s", entry.request_id, error)
+                told = True
+            await asyncio.sleep(RETRY)
+
     async def _misfiled(self, entry: Entry, error: Exception) -> Outcome:
-        """An outcome that could not be written is a failure; when that cannot be written either
-        (a full disk), it is told for as long as this process lives."""
+        """An outcome that could not be written is a failure; when that cannot be written either, it
+        is told for as long as this process lives."""
         category = getattr(error, "category", "server")
         outcome = Outcome("failed", error=f"{error}", category=category)
         try:
@@ -217,9 +242,11 @@ class Futures:
             self._unwritten[entry.request_id] = (entry.owner, outcome)
         return outcome
 
-    def _close(self, db: sqlite3.Connection, entry: Entry) -> None:
-        if entry.kind == "sample":  # a finished sample is never run again
-            db.execute("DELETE FROM bodies WHERE request_id = ?", (entry.request_id,))
+    def _close(self, db: sqlite3.Connection, entry: Entry, *, again: bool) -> None:
+        """`again`: a replay will need what the request was."""
+        if not again:
+            for table in ("bodies", "pins"):
+                db.execute(f"DELETE FROM {table} WHERE request_id = ?", (entry.request_id,))
         self._number(db, entry.request_id)
 
     def _number(self, db: sqlite3.Connection, request_id: str) -> None:
@@ -301,6 +328,7 @@ class Futures:
 
     def release(self) -> None:
         """Let every held poll go with what is known: the server is stopping."""
+        self._releasing = True
         for live in self._live.values():
             _wake(live.waiters, PENDING)
         for waiters in self._listeners.values():
@@ -333,7 +361,8 @@ def trim(db: sqlite3.Connection, request_ids: Sequence[str]) -> None:
 def _insert(db: sqlite3.Connection, entry: Entry, state: str, now: float) -> None:
     db.execute(
         "INSERT INTO requests (request_id, kind, owner, session_id, key, seq_id, clone, samples,"
-        " digest, seed, state, created_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        " digest, seed, effect, state, created_at)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             entry.request_id,
             entry.kind,
@@ -345,6 +374,7 @@ def _insert(db: sqlite3.Connection, entry: Entry, state: str, now: float) -> Non
             entry.samples,
             entry.digest,
             None if entry.seed is None else str(entry.seed),
+            entry.effect,
             state,
             now,
         ),
@@ -366,6 +396,14 @@ def _again(entry: Entry, row: sqlite3.Row) -> Promise:
     if row["rejected"]:
         raise REFUSED.get(row["rejected"], Invalid)(row["error"])
     return promise_of(row["request_id"], row["kind"], row["key"], row["samples"])
+
+
+def _passes(error: Exception) -> bool:
+    """Whether an error is of the disk or the machine, and may be over in a moment."""
+    found = error if isinstance(error, sqlite3.Error) else error.__cause__
+    return (
+        isinstance(found, sqlite3.Error) and (getattr(found, "sqlite_errorcode", 0) & 255) in FULL
+    )
 
 
 def _unknown(request_id: str) -> NotFound:

@@ -1,8 +1,10 @@
 """One lane a model, strictly by seq_id; one thread a learner, which serves its lanes in turn.
 
+    open     a lane begins at an id; after a restart some jobs come before it (the replay)
     put      a job takes its place; early ones are parked
     use_up   a refused id takes its turn with nothing to run
     close    no more jobs; what can still run does, then the last job (unload) runs
+    abandon  no more jobs; everything waiting fails, at once
 
 A job runs when everything before it has run and been journalled. A lane that has run a job goes to
 the back of its learner's queue, so no model waits behind more than one job of each other model.
@@ -16,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -41,8 +44,11 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
+    """`ran`: the job itself failed, not something before it."""
+
     error: str
     category: str
+    ran: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +63,34 @@ class Job:
     size: int = 0
 
 
+GaveUp = Callable[[int, int, Sequence[int]], Awaitable[None]]
+"""Hears, before anything fails, that a lane gave up on the first id, goes on after the second, and
+which ids between them never came."""
+
+
 @dataclass(eq=False, slots=True)
 class Lane:
     model_id: str
     learner: str
     next_seq: int = 0
+    before: deque[Job] = field(default_factory=deque)
     parked: dict[int, Job] = field(default_factory=dict)
     bytes: int = 0
     queued: bool = False  # in its learner's queue, or running
     blocked_at: float | None = None
-    missed: Callable[[int], None] = lambda seq_id: None  # hears of ids that were given up on
+    gave_up: GaveUp | None = None
     last: Job | None = None
     closed: bool = False
 
     @property
     def ready(self) -> bool:
-        return self.next_seq in self.parked or (
-            self.last is not None and not self.parked and not self.closed
-        )
+        if self.before or self.next_seq in self.parked:
+            return True
+        return self.last is not None and not self.parked and not self.closed
 
     def take(self) -> Job:
+        if self.before:
+            return self.before.popleft()
         job = self.parked.pop(self.next_seq, None)
         if job is None:
             assert self.last is not None
@@ -168,8 +182,19 @@ class Lanes:
 
     # ---- lanes
 
-    def open(self, model_id: str, learner: str, missed: Callable[[int], None]) -> None:
-        self._lanes[model_id] = Lane(model_id, learner, missed=missed)
+    def open(
+        self,
+        model_id: str,
+        learner: str,
+        gave_up: GaveUp,
+        *,
+        next_seq: int = 0,
+        before: Iterable[Job] = (),
+    ) -> None:
+        """`before` run first, in turn with other lanes' jobs, and take no id."""
+        lane = Lane(model_id, learner, next_seq, deque(before), gave_up=gave_up)
+        self._lanes[model_id] = lane
+        self._look(lane)
 
     def get(self, model_id: str) -> Lane | None:
         return self._lanes.get(model_id)
@@ -248,11 +273,31 @@ class Lanes:
         self._look(lane)
         return True
 
+    async def abandon(self, model_id: str, error: str, category: str) -> None:
+        """The model is lost: what waits fails with these words, and the lane is gone."""
+        lane = self._lanes.pop(model_id, None)
+        if lane is None:
+            return
+        waiting = [job for _, job in sorted(lane.parked.items()) if job.run is not None]
+        if lane.last is not None and not lane.closed:
+            waiting.append(lane.last)
+        lane.before.clear()
+        lane.parked.clear()
+        lane.last, lane.closed = None, True
+        await asyncio.gather(*(job.settle(Failed(error, category)) for job in waiting))
+
+    def again(self, model_id: str) -> None:
+        """Run a lane's last job once more: it failed."""
+        lane = self._lanes.get(model_id)
+        if lane is not None and lane.last is not None:
+            lane.closed = False
+            self._look(lane)
+
     def _look(self, lane: Lane) -> None:
         """Queue a lane that can run; note since when one cannot."""
         if lane.queued:
             return
-        while (job := lane.parked.get(lane.next_seq)) is not None and job.run is None:
+        while not lane.before and _refused(lane.parked.get(lane.next_seq)):
             lane.take().failed("refused")
         if lane.ready:
             lane.queued, lane.blocked_at = True, None
@@ -281,24 +326,31 @@ class Lanes:
         for seq in late:
             lane.bytes -= lane.parked.pop(seq).size
         after = max(late) + 1
-        for seq in range(missing, after):
-            if seq not in late:
-                lane.missed(seq)
+        missed = [seq for seq in range(missing, after) if seq not in late]
         if lane.next_seq == missing:
             lane.next_seq = after
         lane.blocked_at = None
-        settled = []
-        for seq, job in sorted(late.items()):
-            error = (
-                f"seq_id {seq} of model {lane.model_id!r} was not run: seq_id {missing}, which"
-                f" comes before it, {why}"
-            )
-            job.failed(error)
-            settled.append(job.settle(Failed(error, "user")))
+        failed = {seq: not_run(lane.model_id, seq, missing, why) for seq in sorted(late)}
+        for seq, error in failed.items():
+            late[seq].failed(error)
+        if lane.gave_up is not None:
+            await lane.gave_up(missing, after, missed)
+        settled = (late[seq].settle(Failed(error, "user")) for seq, error in failed.items())
         await asyncio.gather(*settled)
 
 
+def not_run(model_id: str, seq_id: int, missing: int, why: str) -> str:
+    return (
+        f"seq_id {seq_id} of model {model_id!r} was not run: seq_id {missing}, which comes before"
+        f" it, {why}"
+    )
+
+
 _STOP = Lane("", "")
+
+
+def _refused(job: Job | None) -> bool:
+    return job is not None and job.run is None
 
 
 async def _nothing(_: Done | Failed) -> None:
@@ -313,7 +365,7 @@ def _attempt(job: Job, model_id: str) -> Done | Failed | None:
     except Stopping:
         return None
     except TrimtabError as error:
-        return Failed(error.message, error.category)
+        return Failed(error.message, error.category, ran=True)
     except Exception as error:  # the one broad except of this room
         log.exception("model %s: request %d failed", model_id, job.seq_id)
-        return Failed(f"internal error: {type(error).__name__}: {error}", "server")
+        return Failed(f"internal error: {type(error).__name__}: {error}", "server", ran=True)

@@ -12,10 +12,10 @@ A model:      creating ──► ready ──┬► unloaded   asked for, or its
 A session:    open ──► finished | expired
 A sequence:   (its request is pending, cancelled or failed: no row) ──► recorded ──► expired: no row
 
-What a training request does to its model stands in `effect`: 1 adds to the gradient of its window (and
-spoils it when it failed), 2 is a step, 0 changes nothing that a replay would have to repeat. `gaps` are
-ids that a lane gave up on. A snapshot covers all of its model's requests up to its seq_id, so their
-bodies go when its row comes. `pins` keep sequences for requests that may have to be run (again).
+What a training request does to its model stands in `effect`: 1 adds to the gradient of its window
+(and spoils it when it failed), 2 is a step, 0 changes nothing that a replay has to repeat. `gaps`
+are ids that a lane gave up on. A snapshot covers all of its model's requests up to its seq_id, so
+their bodies go when its row comes. `pins` keep sequences for requests that may be run (again).
 
 Bodies, results and the arrays of a sequence stand in tables of their own, so that changing a state
 or an expiry never rewrites a blob, and dropping one never touches its row.

@@ -1,7 +1,7 @@
 """Models: which exist, whose they are, and whether their weights are in a learner now.
 
     creating ──► ready ──┬► unloaded   asked for, or the session ended
-        └──► failed      └► lost       the weights lived in a process that is gone
+        └──► failed      └► lost       could not be restored after a restart
 
 What is not creating or ready stays so, with the sentence every later request is answered with.
 Live models are held in memory, the others read when asked for. Knows no lanes and no learners.
@@ -41,7 +41,8 @@ class Window:
 @dataclass(slots=True, eq=False)
 class Model:
     """`contents` names the state of weights and optimizer: it changes with each step and load.
-    `changing` counts accepted requests that will change it; `why` says why a model is not live."""
+    `changing` counts accepted requests that will change it; `why` says why a model is not live;
+    `saved` is the checkpoint made of it when its session ended."""
 
     record: ModelRecord
     session_id: str
@@ -50,6 +51,7 @@ class Model:
     why: str = ""
     contents: str = ""
     changing: int = 0
+    saved: str = ""
     window: Window = field(default_factory=Window)
 
     @property

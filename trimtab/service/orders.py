@@ -12,20 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
+import logging
 import secrets
-from collections.abc import Callable
+import sqlite3
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from trimtab.errors import Busy, Invalid, NotFound, UserError
+from trimtab.errors import Busy, Invalid, NotFound, ServerError, UserError
 from trimtab.service import ids, paths
 from trimtab.service.checkpoints import exists_error, same
-from trimtab.service.futures import Entry, SqlWrite
+from trimtab.service.external import check_recipients
+from trimtab.service.futures import GRADIENT, NOTHING, STEP, Entry, SqlWrite
 from trimtab.service.jobs import Jobs, Run
-from trimtab.service.lanes import Done, Failed, Job
+from trimtab.service.lanes import Done, Failed, GaveUp, Job
 from trimtab.service.models import Model, drawn, moved
 from trimtab.service.parts import Parts
 from trimtab.service.records import ModelRecord, Promise
-from trimtab.service.sequences import touched
+from trimtab.service.sequences import pinned, touched
+from trimtab.service.snapshots import forgotten
 from trimtab.service.training import Checker
 from trimtab.types import (
     CreateModel,
@@ -36,23 +42,22 @@ from trimtab.types import (
     Request,
     Sample,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
     UnloadModel,
 )
 
+log = logging.getLogger(__name__)
 OPTIMIZERS = ("adamw",)
 UNLOAD = -1  # the place of an unload_model, which has no seq_id: after everything else
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A checked request: what runs, what its acceptance writes, and whether it changes weights or,
-    when it fails, spoils the window."""
+    """A checked request: what runs, and what its acceptance writes."""
 
     run: Run
     writes: tuple[SqlWrite, ...] = ()
-    changes: bool = False
-    spoils: bool = False
 
 
 class Orders:
@@ -80,6 +85,12 @@ class Orders:
     def _model(self, owner: str, model_id: str) -> Model:
         model = self._parts.models.get(owner, model_id)
         self._parts.sessions.get(owner, model.session_id)
+        base = model.record.base_model
+        if model.live and base not in self._parts.engines:
+            raise ServerError(
+                f"model {model_id!r} waits on disk: its base model {base!r} is not served now;"
+                " start the server with it, and the model goes on"
+            )
         return model
 
     def _entry(self, model: Model, request: Request, kind: str, body: bytes) -> Entry:
@@ -100,6 +111,7 @@ class Orders:
             seq_id=seq_id,
             digest=ids.digest(request, body),
             body=body,
+            effect=effect_of(request),
         )
 
     async def _accept(self, entry: Entry, model: Model, request: Request) -> Promise:
@@ -113,38 +125,50 @@ class Orders:
             self._parts.lanes.admit(model.record.model_id, entry.seq_id, len(entry.body))
             order = await self._check(entry, model, request)
         except UserError as error:
-            return await self._refuse(entry, model, error, spoils=_spoils(request))
+            return await self._refuse(entry, model, error)
         await self._parts.futures.open(entry, order.writes)
-        model.changing += order.changes
-        await self._parts.lanes.put(model.record.model_id, self._job(entry, model, order))
+        await self._parts.lanes.put(model.record.model_id, self.job(entry, model, order.run))
         return entry.promise
 
-    async def _refuse(
-        self, entry: Entry, model: Model, error: UserError, *, spoils: bool
-    ) -> Promise:
+    async def _refuse(self, entry: Entry, model: Model, error: UserError) -> Promise:
         """Journal a bad request and use its id up. Raises `error`, unless it came early."""
         model_id = model.record.model_id
         early = self._parts.lanes.early(model_id, entry.seq_id)
         status = 0 if early else error.status
+        effect = GRADIENT if entry.effect == GRADIENT else NOTHING  # a step that never ran is none
+        entry = replace(entry, effect=effect)
         await self._parts.futures.open_failed(entry, error.message, error.category, status)
-        spoil = _spoil(model, entry.seq_id) if spoils else _ignore
-        self._parts.lanes.use_up(model_id, entry.seq_id, spoil)
+        self.use_up(model, entry.seq_id, effect)
         if early:
             return entry.promise
         raise error
 
-    def _job(self, entry: Entry, model: Model, order: Order) -> Job:
+    def use_up(self, model: Model, seq_id: int, effect: int) -> None:
+        """A refused id takes its turn."""
+        spoil = _spoil(model, seq_id) if effect == GRADIENT else _ignore
+        self._parts.lanes.use_up(model.record.model_id, seq_id, spoil)
+
+    def job(self, entry: Entry, model: Model, run: Run, size: int | None = None) -> Job:
+        """An accepted request in its lane. `run` may be of this process or of one before it, whose
+        entry comes without the body; `size` is the body's."""
         futures = self._parts.futures
+        size = len(entry.body) if size is None else size
+        changes = entry.effect == STEP or entry.kind == "load_weights"
+        model.changing += changes
+        if entry.effect != NOTHING:
+            between = entry.effect == STEP
+            run = Jobs(self._parts, model).kept(run, entry.seq_id, size, between=between)
 
         async def settle(outcome: Done | Failed) -> None:
-            model.changing -= order.changes
+            model.changing -= changes
             if isinstance(outcome, Done):
                 await futures.finish(entry, outcome.body, outcome.content_type, outcome.writes)
-            else:
-                await futures.fail(entry, outcome.error, outcome.category)
+                return
+            left = [] if outcome.ran or entry.effect != STEP else [partial(_never_ran, entry)]
+            await futures.fail(entry, outcome.error, outcome.category, left)
 
-        spoil = _spoil(model, entry.seq_id) if order.spoils else _ignore
-        return Job(entry.seq_id, order.run, settle, spoil, len(entry.body))
+        spoil = _spoil(model, entry.seq_id) if entry.effect == GRADIENT else _ignore
+        return Job(entry.seq_id, run, settle, spoil, size)
 
     async def reject(
         self, owner: str, kind: str, model_id: str, seq_id: int, *, why: UserError, body: bytes
@@ -161,37 +185,34 @@ class Orders:
             key=model_id,
             seq_id=seq_id,
             digest=hashlib.sha256(body).digest(),
+            effect=GRADIENT if kind == "forward_backward" else NOTHING,
         )
-
-        async def accept() -> Promise:
-            return await self._refuse(entry, model, why, spoils=kind == "forward_backward")
-
-        return await self._parts.futures.once(entry, accept)
+        return await self._parts.futures.once(entry, lambda: self._refuse(entry, model, why))
 
     # ---- checking
 
     async def _check(self, entry: Entry, model: Model, request: Request) -> Order:
         jobs = Jobs(self._parts, model)
         if isinstance(request, ForwardBackward):
-            return await self._check_forward_backward(jobs, model, request)
-        if isinstance(request, OptimStep):
-            return Order(jobs.optim_step(request), changes=True)
+            return await self._check_forward_backward(entry, jobs, model, request)
         if isinstance(request, SaveWeights):
             self._check_save(jobs, model, request)
-            return Order(jobs.save_weights(request))
         if isinstance(request, SaveWeightsForSampler):
-            self._check_save_for_sampler(jobs, model, request)
-            return Order(jobs.save_weights_for_sampler(request))
-        assert isinstance(request, LoadWeights)
-        if request.optimizer_family is not None:
-            raise Invalid(
-                "optimizer_config belongs to a load that creates a model; this one names model_id"
-            )
-        self._check_loadable(request.path)
-        return Order(jobs.load(request, entry.seq_id), changes=True)
+            self._check_publish(jobs, model, request)
+        if isinstance(request, SaveWeightsExternal):
+            check_recipients(request.recipients)
+            self._check_save(jobs, model, request)
+        if isinstance(request, LoadWeights):
+            if request.optimizer_family is not None:
+                raise Invalid(
+                    "optimizer_config belongs to a load that creates a model; this one names"
+                    " model_id"
+                )
+            self._check_loadable(request.path)
+        return Order(jobs.run_of(request))
 
     async def _check_forward_backward(
-        self, jobs: Jobs, model: Model, request: ForwardBackward
+        self, entry: Entry, jobs: Jobs, model: Model, request: ForwardBackward
     ) -> Order:
         parts = self._parts
         now, checker = parts.clock(), self._checkers[model.record.base_model]
@@ -199,13 +220,39 @@ class Orders:
         checked = await loop.run_in_executor(
             parts.pool, checker.check, request, model.session_id, now
         )
+        run = jobs.forward_backward(checked)
+        if not checked.named:
+            return Order(run)
         until = now + parts.settings.sequence_seconds
         touch = touched(model.session_id, checked.named, now=now, expires_at=until)
-        writes = (touch,) if checked.named else ()
-        return Order(jobs.forward_backward(checked), writes, spoils=_spoils(request))
+        return Order(run, (touch, pinned(entry.request_id, checked.used)))
+
+    def journalled(self, request_id: str, kind: str, model: Model) -> Run:
+        """What a request does that an earlier process accepted: read, checked and run when its
+        turn comes, on the learner's thread."""
+
+        def run() -> Done:
+            jobs, request = Jobs(self._parts, model), self.read(request_id, kind)
+            if not isinstance(request, ForwardBackward):
+                return jobs.run_of(request)()
+            checker, now = self._checkers[model.record.base_model], self._parts.clock()
+            checked = checker.check(request, model.session_id, now, request_id)
+            return jobs.forward_backward(checked)()
+
+        return run
+
+    def read(self, request_id: str, kind: str) -> Request:
+        """A request as its journalled body tells it."""
+        row = self._parts.store.row("SELECT body FROM bodies WHERE request_id = ?", (request_id,))
+        if row is None:
+            raise ServerError(f"the body of request {request_id!r} is missing in the journal")
+        return self._parts.codec.decode(kind, row["body"])
 
     def _check_save(
-        self, jobs: Jobs, model: Model, request: SaveWeights | SaveWeightsForSampler
+        self,
+        jobs: Jobs,
+        model: Model,
+        request: SaveWeights | SaveWeightsForSampler | SaveWeightsExternal,
     ) -> None:
         """Name, time to live, and a clash that is certain already; a later one fails the future."""
         checkpoints = self._parts.checkpoints
@@ -219,9 +266,7 @@ class Orders:
         if model.changing or not same(standing, wanted):
             raise exists_error(wanted.record.path)
 
-    def _check_save_for_sampler(
-        self, jobs: Jobs, model: Model, request: SaveWeightsForSampler
-    ) -> None:
+    def _check_publish(self, jobs: Jobs, model: Model, request: SaveWeightsForSampler) -> None:
         number = request.sampling_session_seq_id
         if (request.name is None) == (number is None):
             raise Invalid("save_weights_for_sampler takes either path or sampling_session_seq_id")
@@ -270,15 +315,33 @@ class Orders:
             raise
         if len(parts.models) >= parts.settings.max_models:
             raise Busy(f"{len(parts.models)} models are loaded; allowed are that many")
-        jobs = Jobs(parts, model)
-        run = jobs.create if isinstance(request, CreateModel) else jobs.load(request, 0)
         await parts.futures.open(entry, [parts.models.created(model, parts.clock())])
         parts.models.add(model)
-        parts.lanes.open(entry.key, model.record.base_model, model.window.add)
-        await parts.lanes.put(entry.key, self._creation_job(entry, model, run))
+        parts.lanes.open(entry.key, model.record.base_model, self.gave_up(model))
+        run = self.creation(model, request)
+        await parts.lanes.put(entry.key, self.creation_job(entry, model, run))
         return entry.promise
 
-    def _creation_job(self, entry: Entry, model: Model, run: Run) -> Job:
+    def creation(self, model: Model, request: CreateModel | LoadWeights) -> Run:
+        jobs = Jobs(self._parts, model)
+        return jobs.create if isinstance(request, CreateModel) else jobs.load(request, 0)
+
+    def gave_up(self, model: Model) -> GaveUp:
+        """What hears of ids that the model's lane gave up on: they spoil its window, and a replay
+        must know."""
+        model_id = model.record.model_id
+
+        async def hear(first: int, after: int, missed: Sequence[int]) -> None:
+            for seq_id in missed:
+                model.window.add(seq_id)
+            row = (model_id, first, after, json.dumps(list(missed)))
+            await self._parts.store.write(
+                lambda db: db.execute("INSERT OR REPLACE INTO gaps VALUES (?, ?, ?, ?)", row)
+            )
+
+        return hear
+
+    def creation_job(self, entry: Entry, model: Model, run: Run) -> Job:
         parts = self._parts
 
         async def settle(outcome: Done | Failed) -> None:
@@ -350,27 +413,50 @@ class Orders:
     async def unload(self, model: Model, why: str, entry: Entry | None = None) -> bool:
         """Let a model's runnable jobs run, then forget it; what waits behind a missing id fails."""
         parts, model_id = self._parts, model.record.model_id
-        gone = f"model {model_id!r} was unloaded: {why}"
 
         async def settle(outcome: Done | Failed) -> None:
-            parts.models.left(model, "unloaded", gone)
-            parts.lanes.drop(model_id)
-            writes = [moved(model_id, "unloaded", gone), forget_bodies(model_id)]
-            if entry is None:
-                await parts.store.write(lambda db: [write(db) for write in writes])
-            elif isinstance(outcome, Done):
-                body, content_type = outcome.body, outcome.content_type
-                await parts.futures.finish(entry, body, content_type, writes)
-            else:
-                await parts.futures.fail(entry, outcome.error, outcome.category, writes)
+            if isinstance(outcome, Failed) and entry is None and model.live:
+                self._again(model_id, outcome)
+                return
+            await self._gone(model, why, entry, outcome)
 
-        last = Job(UNLOAD, Jobs(parts, model).unload, settle)
+        jobs = Jobs(parts, model)
+        last = Job(UNLOAD, jobs.end if entry is None else jobs.unload, settle)
         return await parts.lanes.close(model_id, last, f"did not arrive before {why}")
 
+    def _again(self, model_id: str, outcome: Failed) -> None:
+        """The weights of an ended session could not be saved; they stay until they can be."""
+        seconds = self._parts.settings.retry_seconds
+        log.error("model %s is not saved yet: %s; next in %g s", model_id, outcome.error, seconds)
+        asyncio.get_running_loop().call_later(seconds, self._parts.lanes.again, model_id)
 
-def forget_bodies(model_id: str) -> SqlWrite:
-    """Drop journalled bodies that nothing can be replayed from any more."""
-    return lambda db: db.execute("DELETE FROM bodies WHERE key = ?", (model_id,))
+    async def _gone(
+        self, model: Model, why: str, entry: Entry | None, outcome: Done | Failed
+    ) -> None:
+        parts, model_id = self._parts, model.record.model_id
+        gone = f"model {model_id!r} was unloaded: {why}"
+        if model.saved:
+            gone += f"; its weights were saved as {model.saved!r}"
+        if model.live:
+            parts.models.left(model, "unloaded", gone)
+        parts.lanes.drop(model_id)
+        writes = [moved(model_id, model.state, model.why), forgotten(model_id)]
+        if isinstance(outcome, Done):
+            writes += outcome.writes
+        snapshot = parts.snapshots.find(model_id)
+        if entry is None:
+            await parts.store.write(lambda db: [write(db) for write in writes])
+        elif isinstance(outcome, Done):
+            await parts.futures.finish(entry, outcome.body, outcome.content_type, writes)
+        else:
+            await parts.futures.fail(entry, outcome.error, outcome.category, writes)
+        parts.snapshots.forget(model_id)
+        if snapshot is not None:
+            parts.aside(partial(parts.snapshots.remove, snapshot.folder))
+
+
+def _never_ran(entry: Entry, db: sqlite3.Connection) -> None:
+    db.execute("UPDATE requests SET effect = 0 WHERE request_id = ?", (entry.request_id,))
 
 
 def _model_id(request: Request) -> str:
@@ -380,9 +466,12 @@ def _model_id(request: Request) -> str:
     return model_id
 
 
-def _spoils(request: Request) -> bool:
-    """Whether a failure leaves the gradient of its window incomplete."""
-    return isinstance(request, ForwardBackward) and not request.forward_only
+def effect_of(request: Request) -> int:
+    """What a request does to its model that a replay has to do again. A load is its own snapshot,
+    and a save leaves the model as it was."""
+    if isinstance(request, ForwardBackward):
+        return NOTHING if request.forward_only else GRADIENT
+    return STEP if isinstance(request, OptimStep) else NOTHING
 
 
 def _spoil(model: Model, seq_id: int) -> Callable[[str], None]:

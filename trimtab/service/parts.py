@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from trimtab.service.checkpoints import Checkpoints
+from trimtab.service.clock import Awake
 from trimtab.service.futures import Futures
 from trimtab.service.lanes import Lanes
 from trimtab.service.models import Models
@@ -16,6 +18,7 @@ from trimtab.service.samplers import Samplers
 from trimtab.service.sequences import Sequences
 from trimtab.service.sessions import Sessions
 from trimtab.service.settings import ServiceSettings
+from trimtab.service.snapshots import Snapshots
 from trimtab.service.store import Store
 
 
@@ -36,7 +39,13 @@ class Parts:
     publisher: Publisher
     futures: Futures
     lanes: Lanes
+    snapshots: Snapshots
     pool: ThreadPoolExecutor
+
+    def aside(self, task: Callable[[], None]) -> None:
+        """Do a small thing with files off the loop; if it fails, the next start does it."""
+        with contextlib.suppress(RuntimeError):  # the pool is shut: the server is stopping
+            self.pool.submit(task)
 
 
 def join(
@@ -47,13 +56,14 @@ def join(
     clock: Callable[[], float],
 ) -> Parts:
     checkpoints = Checkpoints(store, settings, clock)
+    awake = Awake(clock, settings.pause_seconds)
     return Parts(
         settings=settings,
         clock=clock,
         store=store,
         engines=engines,
         codec=codec,
-        sessions=Sessions(store, settings, clock),
+        sessions=Sessions(store, settings, clock, awake),
         models=Models(store),
         samplers=Samplers(store),
         sequences=Sequences(store, settings.record_cache_bytes),
@@ -62,10 +72,11 @@ def join(
         futures=Futures(store, clock),
         lanes=Lanes(
             tuple(engines),
-            clock,
+            awake,
             gap_seconds=settings.gap_seconds,
             max_parked=settings.max_parked,
             max_bytes=settings.max_parked_bytes,
         ),
+        snapshots=Snapshots(store, settings, clock),
         pool=ThreadPoolExecutor(2, "trimtab-service"),
     )

@@ -1,12 +1,11 @@
 """What a new process makes of the journal of the one before.
 
-Open sessions go on. Models are lost, for their weights lived in memory: each gets one sentence that
-names its last checkpoint, and what was pending on it fails with that sentence. Samples that were
-pending are drawn again from their journalled body and seed: their weights are on disk. Files that
-no row names are removed. Finished results need nothing: they are read where they lie.
-
-Training bodies of lost models are kept until here, in order, beside the seeds that were drawn: a
-replay would read them from `bodies` before `_lose` lets them go.
+Sessions that were open go on. A model's lane begins with what brings the model back (`replay`), and
+goes on with what was pending on it, each request in its turn; the loop is free meanwhile, and new
+requests are taken. A model that cannot be brought back is lost: its pending requests fail with one
+sentence that names its last checkpoint. Samples that were pending are drawn again from their
+journalled body and seed: their weights are on disk. Files that no row names are removed. Finished
+results need nothing: they are read where they lie.
 """
 
 from __future__ import annotations
@@ -14,29 +13,61 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from trimtab.service import paths
-from trimtab.service.futures import Entry, SqlWrite
-from trimtab.service.models import moved
-from trimtab.service.orders import forget_bodies
+from trimtab.service.futures import Entry
+from trimtab.service.jobs import Run
+from trimtab.service.lanes import Done, Failed, Job, not_run
+from trimtab.service.models import Model, model_of, moved
+from trimtab.service.orders import UNLOAD, Orders
 from trimtab.service.parts import Parts
+from trimtab.service.replay import Plan, Replay, plan
 from trimtab.service.sampling import Sampling
+from trimtab.service.snapshots import Snapshot, forgotten
+from trimtab.types import CreateModel, LoadWeights
 
 log = logging.getLogger(__name__)
 
+PENDING = "SELECT * FROM requests WHERE state = 'pending' ORDER BY created_at, seq_id"
+LIVE = (
+    "SELECT m.*, s.state AS session_state FROM models m JOIN sessions s USING (session_id)"
+    " WHERE m.state IN ('creating', 'ready') ORDER BY m.created_at, m.model_id"
+)
+SINCE = (
+    "SELECT r.request_id, r.kind, r.seq_id, r.state, r.effect, COALESCE(b.size, 0) AS size"
+    " FROM requests r LEFT JOIN bodies b USING (request_id)"
+    " WHERE r.key = ? AND r.kind != 'sample' AND r.seq_id >= ? ORDER BY r.seq_id"
+)
 
-async def recover(parts: Parts) -> list[Entry]:
-    """Settle everything but the pending samples, which are returned for `resume`."""
+
+async def recover(parts: Parts, orders: Orders) -> list[Entry]:
+    """Settle everything but the pending samples, which are returned for `resume`. Does no
+    arithmetic: models come back in their lanes."""
     parts.sessions.load()
     _sweep_folders(parts)
-    pending = [_entry(row) for row in parts.store.read(PENDING)]
-    for entry in pending:
+    pending: dict[str, list[Entry]] = defaultdict(list)
+    samples = []
+    for row in parts.store.read(PENDING):
+        entry = _entry(row)
         parts.futures.adopt(entry.request_id, entry.owner, entry.kind, entry.digest)
-    await _lose_models(parts, [entry for entry in pending if entry.kind != "sample"])
-    return [entry for entry in pending if entry.kind == "sample"]
-
-
-PENDING = "SELECT * FROM requests WHERE state = 'pending' ORDER BY created_at, seq_id"
+        if entry.kind == "sample":
+            samples.append(entry)
+        else:
+            pending[entry.key].append(entry)
+    for row in parts.store.read(LIVE):
+        waiting = pending.pop(row["model_id"], [])
+        if row["base_model"] not in parts.engines:
+            log.warning("model %s waits: %s is not served", row["model_id"], row["base_model"])
+            continue
+        model = model_of(row)
+        await TakeUp(parts, orders, model).start(waiting)
+        if row["session_state"] != "open":
+            await orders.unload(model, f"its session {row['session_state']}")
+    await _fail_left(parts, [entry for entries in pending.values() for entry in entries])
+    return samples
 
 
 async def resume(parts: Parts, sampling: Sampling, entries: list[Entry]) -> None:
@@ -49,35 +80,113 @@ async def resume(parts: Parts, sampling: Sampling, entries: list[Entry]) -> None
             await sampling.resume(entry, row["body"])
 
 
-async def _lose_models(parts: Parts, pending: list[Entry]) -> None:
-    rows = parts.store.read("SELECT model_id FROM models WHERE state IN ('creating', 'ready')")
-    why = {row["model_id"]: _sentence(parts, row["model_id"]) for row in rows}
-    writes = [parts.store.write(_lose(model_id, text)) for model_id, text in why.items()]
-    fails = []
-    for entry in pending:
-        text = why.get(entry.key) or _sentence(parts, entry.key)
-        fails.append(parts.futures.fail(entry, text, "server"))
-    await asyncio.gather(*writes, *fails)
-    if why:
-        log.warning("%d models lost their weights in the restart", len(why))
+class TakeUp:
+    """One model that was live when the process before this one ended."""
+
+    def __init__(self, parts: Parts, orders: Orders, model: Model) -> None:
+        self._parts = parts
+        self._orders = orders
+        self._model = model
+        self._replay = Replay(parts, orders, model)
+
+    async def start(self, pending: Sequence[Entry]) -> None:
+        """Open the model's lane: first what brings it back, then what was pending."""
+        parts, model = self._parts, self._model
+        model_id, base = model.record.model_id, model.record.base_model
+        parts.models.add(model)
+        gave_up = self._orders.gave_up(model)
+        if model.state == "creating":
+            parts.lanes.open(model_id, base, gave_up)
+            found = plan(self._rows(1), self._gaps(), 1)
+            found = Plan((), 0, found.refused, found.doomed)
+        else:
+            snapshot = parts.snapshots.find(model_id)
+            first = 1 if snapshot is None else snapshot.seq_id + 1
+            found = plan(self._rows(first), self._gaps(), first)
+            before = self._before(snapshot, found)
+            parts.lanes.open(model_id, base, gave_up, next_seq=found.next_seq, before=before)
+            log.info("model %s comes back: %d requests to run again", model_id, len(found.steps))
+        for seq_id, effect in found.refused:
+            self._orders.use_up(model, seq_id, effect)
+        await self._take(pending, dict(found.doomed))
+
+    def _rows(self, first: int) -> list[sqlite3.Row]:
+        return self._parts.store.read(SINCE, (self._model.record.model_id, first))
+
+    def _gaps(self) -> list[sqlite3.Row]:
+        return self._parts.store.read(
+            "SELECT * FROM gaps WHERE model_id = ?", (self._model.record.model_id,)
+        )
+
+    def _before(self, snapshot: Snapshot | None, found: Plan) -> Iterable[Job]:
+        yield Job(0, self._replay.begin(snapshot), self._settle, self._failed)
+        for step in found.steps:
+            yield Job(step.seq_id, self._replay.step(step), self._settle, self._failed)
+
+    def _failed(self, error: str) -> None:
+        """A model that cannot be what it was must not go on as something else."""
+        self._parts.models.left(self._model, "lost", lost(self._parts, self._model, error))
+
+    async def _settle(self, outcome: Done | Failed) -> None:
+        if isinstance(outcome, Done):
+            return
+        parts, model = self._parts, self._model
+        model_id = model.record.model_id
+        log.error("%s", model.why)
+        snapshot = parts.snapshots.find(model_id)
+        writes = [moved(model_id, "lost", model.why), forgotten(model_id)]
+        await parts.store.write(lambda db: [write(db) for write in writes])
+        await parts.lanes.abandon(model_id, model.why, "server")
+        if snapshot is not None:
+            parts.aside(partial(parts.snapshots.remove, snapshot.folder))
+
+    async def _take(self, pending: Sequence[Entry], doomed: dict[int, int]) -> None:
+        """Every request that was pending gets its place again."""
+        parts, orders, model = self._parts, self._orders, self._model
+        model_id = model.record.model_id
+        sizes = {row["seq_id"]: row["size"] for row in self._rows(1)} if pending else {}
+        for entry in sorted(pending, key=lambda entry: (entry.seq_id == UNLOAD, entry.seq_id)):
+            if entry.seq_id in doomed:
+                error = not_run(model_id, entry.seq_id, doomed[entry.seq_id], "did not arrive")
+                await parts.futures.fail(entry, error, "user")
+            elif entry.kind == "unload_model":
+                await orders.unload(model, "the model is being unloaded", entry)
+            elif entry.seq_id == 0:
+                job = orders.creation_job(entry, model, self._creation(entry))
+                await parts.lanes.put(model_id, job)
+            else:
+                run = orders.journalled(entry.request_id, entry.kind, model)
+                job = orders.job(entry, model, run, sizes.get(entry.seq_id, 0))
+                await parts.lanes.put(model_id, job)
+
+    def _creation(self, entry: Entry) -> Run:
+        def run() -> Done:
+            request = self._orders.read(entry.request_id, entry.kind)
+            assert isinstance(request, (CreateModel, LoadWeights))
+            return self._orders.creation(self._model, request)()
+
+        return run
 
 
-def _lose(model_id: str, why: str) -> SqlWrite:
-    def write(db: sqlite3.Connection) -> None:
-        moved(model_id, "lost", why)(db)
-        forget_bodies(model_id)(db)
-
-    return write
-
-
-def _sentence(parts: Parts, model_id: str) -> str:
+def lost(parts: Parts, model: Model, why: str) -> str:
+    model_id = model.record.model_id
     path = parts.checkpoints.newest(model_id)
     saved = (
         f"its last checkpoint is {path!r}: load it into a new model to go on"
         if path
         else "it had not been saved"
     )
-    return f"model {model_id!r} lost its weights when the server restarted; {saved}"
+    return f"model {model_id!r} lost its weights when the server restarted ({why}); {saved}"
+
+
+async def _fail_left(parts: Parts, entries: Sequence[Entry]) -> None:
+    """Requests that are pending on models that are not: their own end was not written."""
+    fails = []
+    for entry in entries:
+        model = parts.models.find(entry.key)
+        why = f"model {entry.key!r} is gone" if model is None else model.why
+        fails.append(parts.futures.fail(entry, why, "server"))
+    await asyncio.gather(*fails)
 
 
 def _sweep_folders(parts: Parts) -> None:
@@ -90,6 +199,7 @@ def _sweep_folders(parts: Parts) -> None:
     }
     if orphans := paths.sweep_orphans(parts.checkpoints.home, named):
         log.info("removed %d unfinished checkpoint folders", len(orphans))
+    parts.snapshots.sweep_orphans()
 
 
 def _entry(row: sqlite3.Row) -> Entry:
@@ -103,4 +213,5 @@ def _entry(row: sqlite3.Row) -> Entry:
         digest=row["digest"],
         seed=None if row["seed"] is None else int(row["seed"]),
         samples=row["samples"],
+        effect=row["effect"],
     )

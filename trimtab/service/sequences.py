@@ -28,7 +28,7 @@ from trimtab.types import Sample, SampledSequence
 
 Absence = Literal["unknown", "foreign", "pending", "cancelled", "failed", "expired"]
 Run = tuple[str, int, int, str]  # weights version, tokens drawn from it, its step, its model
-SqlWrite = Callable[[sqlite3.Connection], None]
+SqlWrite = Callable[[sqlite3.Connection], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,12 @@ def touched(session_id: str, names: Collection[str], *, now: float, expires_at: 
     return write
 
 
+def pinned(request_id: str, names: Collection[str]) -> SqlWrite:
+    """The write that keeps sequences for a request that may have to be run (again)."""
+    rows = [(name, request_id) for name in names]
+    return lambda db: db.executemany("INSERT OR IGNORE INTO pins VALUES (?, ?)", rows)
+
+
 class Sequences:
     """Reads of the registry, with the most recently read arrays kept decoded. Thread-safe."""
 
@@ -142,6 +148,18 @@ class Sequences:
         for name in alive.keys() - records.keys():  # swept between the two reads
             absent[name] = "expired"
         return records, absent
+
+    def pinned(
+        self, request_id: str, names: Collection[str]
+    ) -> tuple[dict[str, Record], dict[str, Absence]]:
+        """What `find` answered when the request was accepted, whatever has expired since: its pins
+        kept what was alive then."""
+        rows = self._store.read(
+            "SELECT s.* FROM sequences s JOIN pins p USING (sequence_id) WHERE p.request_id = ?",
+            (request_id,),
+        )
+        records = self._records({row["sequence_id"]: row for row in rows})
+        return records, {name: "expired" for name in names if name not in records}
 
     def _records(self, rows: Mapping[str, sqlite3.Row]) -> dict[str, Record]:
         with self._lock:
@@ -222,11 +240,12 @@ def held_in(database: Path) -> Held:
 
 
 def sweep(db: sqlite3.Connection, before: float, batch: int) -> int:
-    """Drop up to `batch` sequences whose day ended before then, and prompts nothing names any
-    more. How many went."""
+    """Drop up to `batch` sequences whose day ended before then and that no pin keeps, and prompts
+    nothing names any more. How many went."""
     rows = db.execute(
-        "SELECT sequence_id, request_id FROM sequences WHERE expires_at < ? ORDER BY expires_at"
-        " LIMIT ?",
+        "SELECT sequence_id, request_id FROM sequences s WHERE expires_at < ?"
+        " AND NOT EXISTS (SELECT 1 FROM pins p WHERE p.sequence_id = s.sequence_id)"
+        " ORDER BY expires_at LIMIT ?",
         (before, batch),
     ).fetchall()
     if not rows:

@@ -3,8 +3,9 @@
     open ──► finished    the client said so; its first reason stands
       └────► expired     no heartbeat for `session_seconds`
 
-Open ones are held in memory; a heartbeat is written behind. What an end means for models and
-samplers is `core`'s to do. Knows no futures.
+Open ones are held in memory; a heartbeat is written behind. Silence is what a client kept while the
+server was there to be talked to: a server that was down, stopped or asleep heard nobody. What an
+end means for models and samplers is `core`'s to do. Knows no futures.
 """
 
 from __future__ import annotations
@@ -22,22 +23,31 @@ from trimtab.service.store import Store
 
 @dataclass(slots=True)
 class Session:
+    """`heard_at` is on the clock of silence: see `clock.Awake`."""
+
     session_id: str
     owner: str
-    heartbeat_at: float
+    heard_at: float
 
 
 class Sessions:
-    def __init__(self, store: Store, settings: ServiceSettings, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: ServiceSettings,
+        clock: Callable[[], float],
+        awake: Callable[[], float],
+    ) -> None:
         self._store = store
         self._settings = settings
         self._clock = clock
+        self._awake = awake
         self._open: dict[str, Session] = {}
 
     def load(self) -> None:
         """Take up the open sessions of an earlier process. They get a full grace: nobody could
         send a heartbeat to a server that was down."""
-        now = self._clock()
+        now = self._awake()
         for row in self._store.read("SELECT * FROM sessions WHERE state = 'open'"):
             self._open[row["session_id"]] = Session(row["session_id"], row["owner"], now)
 
@@ -86,7 +96,7 @@ class Sessions:
 
         session_id = await self._store.write(write)
         if session_id == row[0]:
-            self._open[session_id] = Session(session_id, owner, now)
+            self._open[session_id] = Session(session_id, owner, self._awake())
         return session_id
 
     def get(self, owner: str, session_id: str) -> Session:
@@ -101,9 +111,22 @@ class Sessions:
         )
         if row is None or row["owner"] != owner:
             raise NotFound(f"session {session_id!r} is unknown")
+        saved = self._saved(session_id)
         if row["state"] == "expired":
-            raise Gone(f"session {session_id!r} has expired: {self._silence()}")
-        raise Gone(f"session {session_id!r} is finished ({row['reason']}); create a new one")
+            raise Gone(f"session {session_id!r} has expired: {self._silence()}{saved}")
+        why = f"is finished ({row['reason']}); create a new one"
+        raise Gone(f"session {session_id!r} {why}{saved}")
+
+    def _saved(self, session_id: str) -> str:
+        """Where the weights of an ended session's models are."""
+        rows = self._store.read(
+            "SELECT saved, state FROM models WHERE session_id = ? ORDER BY created_at, model_id",
+            (session_id,),
+        )
+        paths = [repr(row["saved"]) for row in rows if row["saved"]]
+        said = f". Its models were saved: {', '.join(paths)}" if paths else ""
+        left = sum(row["state"] in ("creating", "ready") for row in rows)
+        return said + (f". {left} of its models are still being saved" if left else "")
 
     def owned(self, owner: str, session_id: str) -> bool:
         """Whether this owner has, or had, the session."""
@@ -116,7 +139,7 @@ class Sessions:
     def heartbeat(self, owner: str, session_id: str) -> None:
         """Keep a session alive. Written behind: after a crash every open session starts afresh."""
         session = self.get(owner, session_id)
-        now = session.heartbeat_at = self._clock()
+        now, session.heard_at = self._clock(), self._awake()
         self._store.submit(
             lambda db: db.execute(
                 "UPDATE sessions SET heartbeat_at = ? WHERE session_id = ?", (now, session_id)
@@ -124,7 +147,7 @@ class Sessions:
         )
 
     def overdue(self, session: Session) -> bool:
-        return self._clock() - session.heartbeat_at > self._settings.session_seconds
+        return self._awake() - session.heard_at > self._settings.session_seconds
 
     def expired(self) -> list[Session]:
         return [session for session in self._open.values() if self.overdue(session)]

@@ -30,6 +30,13 @@ class ServiceSettings:
     # ---- lifetimes
     session_seconds: float = 2 * HOUR
     """A session without a heartbeat for this long has expired."""
+    pause_seconds: float = 60.0
+    """A pause of the server itself (stopped, asleep, blocked) counts as this long at most when the
+    silence of a session or the wait for a seq_id is measured."""
+    ended_seconds: float = 30 * DAY
+    """How long the weights are kept that were saved because their session ended."""
+    retry_seconds: float = 60.0
+    """How long until weights that could not be saved at their session's end are saved again."""
     gap_seconds: float = 600.0
     """How long requests wait behind a seq_id that has not arrived."""
     result_seconds: float = DAY
@@ -80,5 +87,12 @@ class ServiceSettings:
     max_published: int = 32
     """Sampler weights of one base model held in memory; the least recently used go first and are
     read again from disk when they are next sampled from."""
-    max_body_bytes: int = 1 << 30
-    """Bodies of finished training requests kept for one model; the oldest go first."""
+    max_body_bytes: int = 256 << 20
+    """Bodies of finished training requests kept for one model until a snapshot covers them; beyond
+    it one is taken, even in mid-window."""
+
+    # ---- snapshots
+    snapshot_seconds: float = 5.0
+    """Work on one model between two snapshots of it; about what a restart has to do again."""
+    snapshot_share: float = 0.02
+    """The largest part of a model's work that its snapshots may take."""

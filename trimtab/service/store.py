@@ -15,14 +15,15 @@ Knows no sessions and no requests: only connections, functions and futures.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -40,6 +41,14 @@ GROUP = 512  # writes in one transaction at most, so that the first of them neve
 class _Job(Generic[T]):
     write: Write[T]
     future: Future[T]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A thread's connection for reading. `used` is held by that thread alone, until the end."""
+
+    db: sqlite3.Connection
+    used: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Store:
@@ -61,7 +70,7 @@ class Store:
         self._file = self.data_dir / FILE
         self._synchronous = synchronous
         self._readers = threading.local()
-        self._open_readers: list[sqlite3.Connection] = []
+        self._open_readers: list[_Reader] = []
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._closed = False
         self._closing = threading.Lock()
@@ -80,14 +89,19 @@ class Store:
         """Queue a write from any thread; the future resolves after its commit."""
         future: Future[T] = Future()
         with self._closing:
-            if self._closed:
-                raise Stopping("the store is closed: the server is shutting down")
+            self._open()
             self._jobs.put(_Job(write, future))
         return future
 
     async def write(self, write: Write[T]) -> T:
         """Queue a write and wait for its commit. The write happens even if the waiter is gone."""
         return await asyncio.shield(asyncio.wrap_future(self.submit(write)))
+
+    def sync(self) -> None:
+        """Put what has been committed on disk, where a loss of power cannot take it back: before a
+        file goes that an older state of the journal names. From any thread."""
+        with contextlib.suppress(FileNotFoundError), open(f"{self._file}-wal", "rb") as log:
+            os.fsync(log.fileno())
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -146,18 +160,29 @@ class Store:
 
     def read(self, sql: str, parameters: Parameters = ()) -> list[sqlite3.Row]:
         """All rows, on this thread's own connection."""
-        return self._reader().execute(sql, parameters).fetchall()
+        with self._reading() as db:
+            return db.execute(sql, parameters).fetchall()
 
     def row(self, sql: str, parameters: Parameters = ()) -> sqlite3.Row | None:
-        return cast("sqlite3.Row | None", self._reader().execute(sql, parameters).fetchone())
+        with self._reading() as db:
+            return cast("sqlite3.Row | None", db.execute(sql, parameters).fetchone())
 
-    def _reader(self) -> sqlite3.Connection:
-        reader: sqlite3.Connection | None = getattr(self._readers, "db", None)
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """This thread's connection, which `close` leaves alone while it is in use."""
+        reader: _Reader | None = getattr(self._readers, "mine", None)
         if reader is None:
-            reader = self._connect(read_only=True)
-            self._readers.db = reader
-            self._open_readers.append(reader)
-        return reader
+            with self._closing:
+                self._open()
+                reader = self._readers.mine = _Reader(self._connect(read_only=True))
+                self._open_readers.append(reader)
+        with reader.used:
+            self._open()
+            yield reader.db
+
+    def _open(self) -> None:
+        if self._closed:
+            raise Stopping("the store is closed: the server is shutting down")
 
     # ---- opening and closing
 
@@ -181,7 +206,8 @@ class Store:
             self._jobs.put(None)
         self._thread.join()
         for reader in self._open_readers:
-            reader.close()
+            with reader.used:
+                reader.db.close()
         self._db.close()
         os.close(self._lock)
 

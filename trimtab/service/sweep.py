@@ -2,7 +2,7 @@
 
     sequences     after their day, or early beyond a size of all of them
     results       24 h after their session ended; their requests stay known as gone for 30 days
-    bodies        of finished training requests, beyond a size a model, oldest first
+    bodies        when nothing would be run again from them: see `snapshots`
     checkpoints   after their time to live
     weights       unnamed ones: superseded, long unused, or of a session long over
 
@@ -16,6 +16,7 @@ import asyncio
 import logging
 import math
 import sqlite3
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -25,7 +26,8 @@ from trimtab.service.parts import Parts
 
 log = logging.getLogger(__name__)
 Step = Callable[[sqlite3.Connection], int]
-PAUSE = 0.005  # seconds between two steps of one sweep
+PAUSE = 0.005  # seconds between two steps of one sweep, or
+SHARE = 4  # times as long as the step took: a long sweep leaves most of the writer to the others
 GRACE = (
     60.0  # seconds an expired sequence stays on disk: a use of its last moment may be on its way
 )
@@ -45,7 +47,6 @@ async def sweep_storage(parts: Parts) -> None:
     await _weights(parts, now)
     await _repeat(parts, lambda db: _results(db, now - settings.result_seconds, parts))
     await _repeat(parts, lambda db: _history(db, now - settings.history_seconds, parts))
-    await _repeat(parts, lambda db: _bodies(db, settings.max_body_bytes))
 
 
 async def _shrink_records(parts: Parts) -> None:
@@ -59,13 +60,22 @@ async def _shrink_records(parts: Parts) -> None:
         log.warning("sequence records hold %d bytes too many; dropping the oldest", over)
         mean = held.array_bytes / held.sequences
         for _ in range(1 + int(over / mean / batch)):
-            await parts.store.write(lambda db: sequences.sweep(db, math.inf, batch))
-            await asyncio.sleep(PAUSE)
+            if not await _took(parts, lambda db: sequences.sweep(db, math.inf, batch)):
+                return  # the rest is pinned
 
 
 async def _repeat(parts: Parts, step: Step) -> None:
-    while await parts.store.write(step):
-        await asyncio.sleep(PAUSE)
+    while await _took(parts, step):
+        pass
+
+
+async def _took(parts: Parts, step: Step) -> int:
+    """One step and the pause after it."""
+    started = time.monotonic()
+    count = await parts.store.write(step)
+    if count:
+        await asyncio.sleep(max(PAUSE, SHARE * (time.monotonic() - started)))
+    return count
 
 
 # --------------------------------------------------------------------------- requests
@@ -114,28 +124,6 @@ def _forget(
 def _delete(db: sqlite3.Connection, request_ids: list[str]) -> None:
     trim(db, request_ids)
     db.executemany("DELETE FROM requests WHERE request_id = ?", [(r,) for r in request_ids])
-
-
-def _bodies(db: sqlite3.Connection, most: int) -> int:
-    """The oldest finished bodies of the first model that keeps too many."""
-    full = db.execute(
-        "SELECT key, SUM(size) AS total FROM bodies GROUP BY key HAVING total > ? LIMIT 1", (most,)
-    ).fetchone()
-    if full is None:
-        return 0
-    rows = db.execute(
-        "SELECT b.request_id, b.size FROM bodies b JOIN requests r USING (request_id)"
-        " WHERE b.key = ? AND r.state != 'pending' ORDER BY b.seq_id LIMIT 64",
-        (full["key"],),
-    ).fetchall()
-    over, dropped = full["total"] - most, []
-    for row in rows:
-        if over <= 0:
-            break
-        dropped.append((row["request_id"],))
-        over -= row["size"]
-    db.executemany("DELETE FROM bodies WHERE request_id = ?", dropped)
-    return len(dropped)
 
 
 # --------------------------------------------------------------------------- files

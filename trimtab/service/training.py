@@ -15,7 +15,7 @@ import numpy as np
 
 from trimtab.errors import Invalid, TooLarge
 from trimtab.service import provenance
-from trimtab.service.sequences import Sequences
+from trimtab.service.sequences import Absence, Record, Sequences
 from trimtab.service.settings import ServiceSettings
 from trimtab.types import (
     BaseModelInfo,
@@ -33,12 +33,13 @@ TOKENS = "target_tokens"
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A batch that may run. `named` are the sequences its acceptance keeps alive; `unverified`
-    counts spans whose sequence could not be checked."""
+    """A batch that may run. `named` are the sequences its acceptance keeps alive, `used` those of
+    them it was joined with; `unverified` counts spans whose sequence could not be checked."""
 
     batch: TrainingBatch
     named: frozenset[str]
     unverified: int
+    used: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,13 @@ class Checker:
     sequences: Sequences
     settings: ServiceSettings
 
-    def check(self, request: ForwardBackward, session_id: str, now: float) -> Checked:
+    def check(
+        self, request: ForwardBackward, session_id: str, now: float, pinned: str | None = None
+    ) -> Checked:
         """The batch a learner gets, or Invalid. Reads the registry, so it belongs on a thread of
-        its own; the records it finds are in the batch, whatever expires while the batch waits."""
+        its own; the records it finds are in the batch, whatever expires while the batch waits.
+        `pinned` is the id of a request that was accepted before: it gets the records it got then.
+        """
         limits = self.settings
         spec = find_loss(request.loss_fn, self.losses)
         config = complete_config(spec, request.loss_fn_config)
@@ -61,7 +66,7 @@ class Checker:
         named = provenance.structure(
             request.data, needed=strict, longest_id=limits.max_id, most=limits.max_spans
         )
-        records, absent = self.sequences.find(session_id, named, now) if named else ({}, {})
+        records, absent = self._records(named, session_id, now, pinned)
         resolved = provenance.resolve(
             request.data,
             provenance.Registry(records, absent, request.model_id),
@@ -75,7 +80,16 @@ class Checker:
             for datum, stability in zip(request.data, resolved.stability, strict=True)
         )
         batch = TrainingBatch(request.seq_id, data, spec.name, config, request.forward_only)
-        return Checked(batch, frozenset(named), resolved.unverified)
+        return Checked(batch, frozenset(named), resolved.unverified, frozenset(records))
+
+    def _records(
+        self, named: set[str], session_id: str, now: float, pinned: str | None
+    ) -> tuple[dict[str, Record], dict[str, Absence]]:
+        if not named:
+            return {}, {}
+        if pinned is not None:
+            return self.sequences.pinned(pinned, named)
+        return self.sequences.find(session_id, named, now)
 
 
 # --------------------------------------------------------------------------- loss and config
