@@ -439,7 +439,6 @@ class Orders:
             gone += f"; its weights were saved as {model.saved!r}"
         if model.live:
             parts.models.left(model, "unloaded", gone)
-        parts.lanes.drop(model_id)
         writes = [moved(model_id, model.state, model.why), forgotten(model_id)]
         if isinstance(outcome, Done):
             writes += outcome.writes
@@ -450,6 +449,7 @@ class Orders:
             await parts.futures.finish(entry, outcome.body, outcome.content_type, writes)
         else:
             await parts.futures.fail(entry, outcome.error, outcome.category, writes)
+        parts.lanes.drop(model_id)
         parts.snapshots.forget(model_id)
         if snapshot is not None:
             parts.aside(partial(parts.snapshots.remove, snapshot.folder))
