@@ -60,6 +60,11 @@ def new_adapter(net: Net, config: LoraConfig, device: torch.device) -> Adapter:
     return Adapter(config, pairs)
 
 
+def adapter_bytes(net: Net, config: LoraConfig) -> int:
+    """What a float32 adapter of this configuration takes."""
+    return sum(4 * config.rank * (wide + out) for wide, out in targets(net, config).values())
+
+
 def first_weights(seed: int, name: str, rank: int, wide: int) -> Tensor:
     """(rank, in) uniform in +-1/sqrt(in), drawn on the CPU so that devices agree."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

@@ -46,6 +46,13 @@ def micro_batches(data: Sequence[TrainingDatum], tokens: int) -> Iterator[MicroB
     yield MicroBatch(first, tuple(data[first:]))
 
 
+def halves(micro: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+    """The same datums as two micro-batches."""
+    middle = len(micro.data) // 2
+    left = MicroBatch(micro.first, micro.data[:middle])
+    return left, MicroBatch(micro.first + middle, micro.data[middle:])
+
+
 def check_data(data: Sequence[TrainingDatum], vocab_size: int, max_context: int) -> None:
     """Raise Invalid for what only the engine can know: ids beyond the vocabulary, rows beyond the
     context."""

@@ -7,8 +7,10 @@ of sessions, spans or sequence ids. N rows of a datum, M packed rows, K ids a ro
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -16,25 +18,29 @@ import torch
 from torch import Tensor
 
 from trimtab.engine import checkpoint
-from trimtab.engine.adapters import check_lora, new_adapter
+from trimtab.engine.adapters import adapter_bytes, check_lora, new_adapter
 from trimtab.engine.attention import PackedCausal
 from trimtab.engine.batching import (
     Joined,
     MicroBatch,
     asked_ids,
     check_data,
+    halves,
     joined,
     micro_batches,
     packed,
     temperatures,
     to,
     unpack,
+    width,
 )
+from trimtab.engine.costs import PassCost, measured
 from trimtab.engine.lora import Adapter
+from trimtab.engine.memory import MIB, Memory, is_out_of_memory
 from trimtab.engine.models import BaseModel
 from trimtab.engine.numerics import use_threads
 from trimtab.engine.training import Training, check_adam
-from trimtab.errors import Invalid, NotFound, Stopping
+from trimtab.errors import Invalid, NotFound, ServerError, Stopping, TooLarge, TrimtabError
 from trimtab.losses import LOSSES
 from trimtab.losses.base import Loss, LossInputs, LossOutputs, Metrics, StabilityInputs
 from trimtab.losses.metrics import combine
@@ -49,13 +55,16 @@ from trimtab.types import (
 )
 
 MICRO_BATCH_TOKENS = 2048
+STATES = 5
+"""Copies of an adapter during a step: weights, gradient, two moments, one to go back to."""
 
 
 class TorchLearner:
     """engine.base.Learner on torch, for any number of models on one base model.
 
     `micro_batch_tokens` bounds the rows of one forward and backward pass and with them the memory;
-    `threads` is what the calling thread uses inside one operation; `losses` what it can train with.
+    `threads` is what the calling thread uses inside one operation; `losses` what it can train with;
+    `memory` bounds all that is computed here, and is the machine's where none is given.
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class TorchLearner:
         max_lora_rank: int | None = None,
         threads: int | None = None,
         losses: Mapping[str, Loss] = LOSSES,
+        memory: Memory | None = None,
     ) -> None:
         rank = base.info.max_lora_rank if max_lora_rank is None else max_lora_rank
         self.info: BaseModelInfo = replace(base.info, max_lora_rank=rank)
@@ -77,6 +87,8 @@ class TorchLearner:
         self._threads = threads
         self._models: dict[str, Training] = {}
         self._stopping = threading.Event()
+        self._memory = Memory(device=base.device) if memory is None else memory
+        self._room = self._memory.free()  # when nothing is loaded but the base model
 
     # ----------------------------------------------------------------------- models
 
@@ -85,7 +97,8 @@ class TorchLearner:
 
     def create(self, model_id: str, config: LoraConfig) -> None:
         self.check_lora(config)
-        self._models[model_id] = Training(new_adapter(self._net, config, self._device))
+        with self._alone("create_model", adapter_bytes(self._net, config) * STATES):
+            self._models[model_id] = Training(new_adapter(self._net, config, self._device))
 
     def unload(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -119,10 +132,7 @@ class TorchLearner:
         for micro in micro_batches(batch.data, self._micro_batch_tokens):
             if self._stopping.is_set():
                 raise Stopping("the server is stopping; the request stays journalled")
-            with torch.set_grad_enabled(not batch.forward_only):
-                loss = self._forward(model.adapter, micro, run)
-            if not batch.forward_only:
-                run.add(micro, self._gradients(model, loss, micro, run))
+            self._carry(model, micro, run, backward=not batch.forward_only)
         if run.gradients is not None:
             culprits = [(batch.seq_id, i) for i in run.culprits]
             model.window.add(batch.seq_id, run.gradients, culprits)
@@ -130,7 +140,67 @@ class TorchLearner:
 
     def optim_step(self, model_id: str, params: AdamParams) -> OptimStepResult:
         use_threads(self._threads)
-        return OptimStepResult(self._model(model_id).step(params))
+        model = self._model(model_id)
+        size = sum(p.numel() * p.element_size() for p in model.parameters)
+        with self._alone("optim_step", size * STATES):
+            return OptimStepResult(model.step(params))
+
+    def _carry(self, model: Training, micro: MicroBatch, run: Run, *, backward: bool) -> None:
+        """One micro-batch, or its halves where memory does not suffice for the whole. Halves sum to
+        the whole up to float error: only a shortage of memory makes a result depend on more than
+        its request."""
+        part, short = run.apart(), None
+        try:
+            with self._memory.taking(self._need(model, micro, backward)):
+                self._pass(model, micro, part, backward)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            short = str(error) or type(error).__name__
+        if short is None:
+            run.join(part)
+        elif len(micro.data) == 1:
+            raise self._too_much(model, micro, backward, short)
+        else:  # outside the handler, whose traceback would keep what the pass had computed
+            for half in halves(micro):
+                self._carry(model, half, run, backward=backward)
+
+    def _pass(self, model: Training, micro: MicroBatch, run: Run, backward: bool) -> None:
+        with torch.set_grad_enabled(backward):
+            loss = self._forward(model.adapter, micro, run)
+        if backward:
+            run.add(self._gradients(model, loss, micro, run))
+
+    def _need(self, model: Training, micro: MicroBatch, backward: bool) -> int:
+        ids = max(width(datum) for datum in micro.data)
+        return self._cost.bytes(micro.lengths, ids, model.adapter, backward=backward)
+
+    @cached_property
+    def _cost(self) -> PassCost:
+        return measured(self._net, self._device, self.info.max_context)
+
+    def _too_much(
+        self, model: Training, micro: MicroBatch, backward: bool, why: str
+    ) -> TrimtabError:
+        """What a request fails with whose datum does not fit alone: the user's fault if it never
+        would, else the moment's."""
+        rows, room = micro.lengths[0], self._room // MIB
+        text = f"data[{micro.first}]: memory does not suffice for its {rows} tokens ({why})"
+        if self._need(model, micro, backward) > self._room:
+            return TooLarge(f"{text}; with nothing else loaded there would be {room} MiB")
+        return ServerError(f"{text}; send it again when less is going on")
+
+    @contextmanager
+    def _alone(self, what: str, need: int) -> Iterator[None]:
+        """A call that cannot be split: out of memory, it fails by itself and says so."""
+        try:
+            with self._memory.taking(need):
+                yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            short = str(error) or type(error).__name__
+            raise ServerError(f"{what}: memory does not suffice ({short})") from None
 
     def _forward(self, adapter: Adapter, micro: MicroBatch, run: Run) -> Tensor:
         """The summed loss of a micro-batch; its log-probabilities and metrics go to `run`."""
@@ -183,14 +253,15 @@ class TorchLearner:
         return checkpoint.write(folder, self.info.name, model.adapter, model.steps)
 
     def load_state(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
-        saved = checkpoint.read(
-            folder,
-            self._net,
-            self.info.name,
-            max_rank=self.info.max_lora_rank,
-            device=self._device,
-            optimizer=optimizer,
-        )
+        with self._alone("load_weights", 2 * sum(f.stat().st_size for f in folder.iterdir())):
+            saved = checkpoint.read(
+                folder,
+                self._net,
+                self.info.name,
+                max_rank=self.info.max_lora_rank,
+                device=self._device,
+                optimizer=optimizer,
+            )
         if model_id in self._models:
             check_same(self._models[model_id].adapter.config, saved.adapter.config)
         self._models[model_id] = Training(saved.adapter, saved.steps, saved.moments)
@@ -244,12 +315,20 @@ class Run:
         self.metrics.append({"loss:sum": outputs.loss.detach(), **outputs.metrics})
         return outputs
 
-    def add(self, micro: MicroBatch, gradients: list[Tensor]) -> None:
+    def add(self, gradients: list[Tensor]) -> None:
         if self.gradients is None:
             self.gradients = gradients
         else:
             for mine, theirs in zip(self.gradients, gradients, strict=True):
                 mine.add_(theirs)
+
+    def join(self, part: Run) -> None:
+        """Take what a part of the call has gathered."""
+        self.logprobs += part.logprobs
+        self.metrics += part.metrics
+        self.culprits += part.culprits
+        if part.gradients is not None:
+            self.add(part.gradients)
 
 
 def loss_inputs(
