@@ -35,10 +35,11 @@ def folders(world):
     return sorted(p.name for p in home.iterdir()) if home.exists() else []
 
 
-async def aside(service):
+async def removed(world, left):
     """Wait for what is removed off the loop."""
-    await asyncio.wrap_future(service._parts.pool.submit(lambda: None))
-    await asyncio.wrap_future(service._parts.pool.submit(lambda: None))
+    async with asyncio.timeout(10):
+        while len(folders(world)) > left:
+            await asyncio.sleep(0.01)
 
 
 async def step(service, m, seq, amount):
@@ -160,7 +161,7 @@ def test_a_clash_is_refused_unless_nothing_changed(world):
                 await submit(service, SaveWeights(m, 6, "s1"))
             before = folders(world)
             await result(service, SaveWeights(m, 7, "s1", overwrite=True, user_metadata={"a": "b"}))
-            await aside(service)
+            await removed(world, 1)
             assert len(folders(world)) == 1 and folders(world) != before
             info = await service.weights_info(OWNER, again.path)
             assert info.user_metadata == {"a": "b"} and info.step == 1
