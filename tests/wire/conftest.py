@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import tinker
 
 from trimtab import tiny, types
 from trimtab.server import _http_server
@@ -27,7 +28,7 @@ from trimtab.wire.app import create_app
 from trimtab.wire.calls import Gate, WireSettings
 from trimtab.wire.codec import WireCodec
 
-from .live import MODEL, serving
+from .live import MODEL, connected, datum, prompt, serving
 
 EARLY = 77  # a seq_id that comes before another one
 
@@ -176,3 +177,27 @@ def shared(model_folder, tmp_path_factory):
             server=server, url=server.url, data_dir=data_dir, keys=keys, alice=alice, bob=bob
         )
     keys.close()
+
+
+@pytest.fixture(scope="session")
+def alices(shared):
+    """A session of alice's that has ended: a trained run, three checkpoints, a sampling client."""
+    with connected(shared.server, shared.alice, user_metadata={"team": "red"}) as client:
+        training = client.create_lora_training_client(
+            MODEL, rank=4, seed=1, user_metadata={"recipe": "test"}
+        ).result()
+        training.forward_backward([datum([5, 6, 7, 8])], "cross_entropy").result()
+        training.optim_step(tinker.AdamParams(learning_rate=0.05)).result()
+        found = SimpleNamespace(
+            run=training.model_id,
+            session=training.model_id.split(":")[0],
+            weights=training.save_state("first").result().path,
+            sampler=training.save_weights_for_sampler("first").result().path,
+            external=training.save_weights_external("first").result().path,
+        )
+        sampling = client.create_sampling_client(model_path=found.sampler).result()
+        sample = sampling.sample(prompt(1, 2, 3), 2, tinker.SamplingParams(max_tokens=4)).result()
+        found.sampled = sum(len(sequence.tokens) for sequence in sample.sequences)
+        found.logprobs = sampling.compute_logprobs(prompt(5, 6, 7, 8, 9)).result()
+        found.sampler_id = sampling._sampling_session_id
+        yield found

@@ -18,15 +18,15 @@ from trimtab.service.checkpoints import checkpoint_of
 from trimtab.service.parts import Parts
 from trimtab.service.records import CheckpointRecord
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 MOST = 1000  # entries of a page
 
 
 @dataclass(frozen=True, slots=True)
-class Page(Generic[T]):
+class Page(Generic[T_co]):
     """`items` from `offset` on, of `total`."""
 
-    items: tuple[T, ...]
+    items: tuple[T_co, ...]
     offset: int
     limit: int
     total: int
@@ -66,8 +66,8 @@ class SessionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Which sessions are sought. `session_id` and `display_name` widen each other, the rest narrows.
-    `states` pairs a state with a reason (None: any). `after` is the last one of the page before:
+    """Which sessions are sought. `session_id` and `display_name` widen each other, the rest
+    narrows. `states` pairs a state with a reason (None: any). `after` is the last one of the page before:
     its time in whole microseconds and its id."""
 
     session_id: str | None = None

@@ -21,7 +21,7 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
 from trimtab.errors import Stopping, TooLarge, TrimtabError
-from trimtab.wire import account, futures, sampling, sessions, training
+from trimtab.wire import account, files, futures, reports, runs, sampling, sessions, training
 from trimtab.wire.access import OPEN, Access, Caller, InvalidToken
 from trimtab.wire.calls import (
     Call,
@@ -49,6 +49,7 @@ class Route:
     most: int = JSON_BYTES  # a body's bytes, beside the server's own limit
 
 
+CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 ROUTES = (
     Route("GET", "/healthz", sessions.healthz, open=True),
     Route("POST", "/client/config", sessions.client_config),
@@ -60,16 +61,37 @@ ROUTES = (
     Route("DELETE", "/auth/apikey/me", account.delete_own_key),
     Route("POST", "/create_session", sessions.create_session),
     Route("POST", "/session_heartbeat", sessions.session_heartbeat),
+    Route("GET", "/sessions", reports.list_sessions),
+    Route("POST", "/sessions/search", reports.search_sessions),
+    Route("GET", "/sessions/{session_id}", reports.get_session),
     Route("POST", "/sessions/{session_id}/finish", sessions.finish_session),
+    Route("PUT", "/sessions/{session_id}/project", reports.assign_project),
+    Route("GET", "/sessions/{session_id}/trace_export", files.trace_export),
     Route("POST", "/create_model", training.create_model),
     Route("POST", "/get_info", training.get_info),
     Route("POST", "/forward_backward", training.forward_backward, most=2**63),
     Route("POST", "/optim_step", training.optim_step),
     Route("POST", "/save_weights", training.save_weights),
     Route("POST", "/save_weights_for_sampler", training.save_weights_for_sampler),
+    Route("POST", "/save_weights_external", training.save_weights_external),
     Route("POST", "/load_weights", training.load_weights),
-    Route("POST", "/weights_info", training.weights_info),
     Route("POST", "/unload_model", training.unload_model),
+    Route("GET", "/training_runs", runs.list_runs),
+    Route("GET", "/training_runs/{run}", runs.get_run),
+    Route("GET", "/training_runs/{run}/checkpoints", runs.list_run_checkpoints),
+    Route("DELETE", f"{CHECKPOINT}", runs.delete_checkpoint),
+    Route("POST", f"{CHECKPOINT}/publish", runs.publish_checkpoint),
+    Route("DELETE", f"{CHECKPOINT}/publish", runs.unpublish_checkpoint),
+    Route("PUT", f"{CHECKPOINT}/ttl", runs.set_checkpoint_ttl),
+    Route(
+        "GET",
+        "/training_runs/{run}/checkpoints/external_weights/{name}/external_weights_urls",
+        files.external_weights_urls,
+    ),
+    Route("GET", "/checkpoints", runs.list_checkpoints),
+    Route("POST", "/weights_info", runs.weights_info),
+    Route("POST", "/copy_weights", runs.copy_weights),
+    Route("GET", "/downloads/{name}", files.download, open=True),
     Route("POST", "/create_sampling_session", sampling.create_sampling_session),
     Route("POST", "/join_sampling_session", sampling.join_sampling_session),
     Route("GET", "/samplers/{sampler_id}", sampling.get_sampler),
@@ -77,6 +99,9 @@ ROUTES = (
     Route("POST", "/retrieve_future", futures.retrieve_future),
     Route("POST", "/retrieve_futures", futures.retrieve_futures),
     Route("POST", "/cancel_future", futures.cancel_future),
+    Route("GET", "/billing/usage/events", reports.usage_events),
+    Route("GET", "/billing/usage/checkpoints/current", reports.stored_checkpoints),
+    Route("GET", "/audit", reports.audit),
 )
 
 

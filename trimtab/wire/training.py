@@ -114,18 +114,3 @@ async def get_info(call: Call) -> Response:
             },
         }
     )
-
-
-async def weights_info(call: Call) -> Response:
-    record = await call.service.weights_info(call.owner, call.fields().text("tinker_path"))
-    return answer(
-        {
-            "base_model": record.base_model,
-            "optimizer_config": {"type": record.optimizer},
-            "is_lora": True,
-            "lora_rank": record.lora.rank,
-            "train_attn": record.lora.train_attn,
-            "train_mlp": record.lora.train_mlp,
-            "train_unembed": record.lora.train_unembed,
-        }
-    )
