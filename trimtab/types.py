@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -278,6 +278,35 @@ class LossSpec:
     finite_where: str | None = None
     ordered: tuple[tuple[str, str], ...] = ()
     doc: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLossInput:
+    """`rank`: 0 a number a datum, 1 (N,), 2 (N, K)."""
+
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLossNode:
+    """One node of a traced loss: `("call_function", "mul", "operator.mul", ({"ref": "logprobs"},
+    2.0), {})`. Arguments are JSON values in the SDK's encoding."""
+
+    op: str
+    name: str
+    target: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLoss:
+    """A user's own loss: its inputs, `logprobs` first, and its nodes in the order they run."""
+
+    name: str
+    inputs: tuple[CustomLossInput, ...]
+    nodes: tuple[CustomLossNode, ...]
 
 
 # --------------------------------------------------------------------------- sampling
