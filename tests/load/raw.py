@@ -7,7 +7,6 @@ that loads are made of.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from types import TracebackType
 from typing import Any
@@ -131,30 +130,6 @@ def cross_entropy(model: str, seq_id: int, forward_only: bool, rows: int) -> byt
         model_id=model, seq_id=seq_id, data=[datum], loss_fn="cross_entropy",
         forward_only=forward_only,
     ).SerializeToString()  # fmt: skip
-
-
-async def beating(url: str, sessions: int, done: asyncio.Event, every: float) -> list[float]:
-    """Heartbeats of that many sessions, each every so many seconds; how long each took, sorted."""
-    took: list[float] = []
-    clock = asyncio.get_running_loop().time
-
-    async def one(offset: float) -> None:
-        async with Connection(url) as connection:
-            session = await connection.session()
-            await asyncio.sleep(offset)
-            while not done.is_set():
-                started = clock()
-                await connection.post("session_heartbeat", session_id=session)
-                took.append(clock() - started)
-                await _or(done, every)
-
-    await asyncio.gather(*(one(every * i / sessions) for i in range(sessions)))
-    return sorted(took)
-
-
-async def _or(done: asyncio.Event, seconds: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(done.wait(), seconds)
 
 
 def quantile(values: list[float], q: float) -> float:

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from .raw import KEY, MODEL, Connection, beating, quantile
+from .heartbeats import heartbeats
+from .raw import KEY, MODEL, Connection, quantile
 
 Measured = dict[str, float]
 
@@ -21,17 +22,14 @@ async def storm(
 ) -> Measured:
     """`draw(i)` for `samples` values of i at once, `rounds` times, while `sessions` sessions send a
     heartbeat every 0.5 s and a model is trained step after step."""
-    done = asyncio.Event()
-    beats = asyncio.ensure_future(beating(url, sessions, done, 0.5))
+    done, clock = asyncio.Event(), asyncio.get_running_loop().time
     steps = asyncio.ensure_future(training(url, done))
-    clock = asyncio.get_running_loop().time
-    await asyncio.sleep(1.0)
-    started = clock()
-    for number in range(rounds):
-        await asyncio.gather(*(draw(samples * number + i) for i in range(samples)))
-    seconds = clock() - started
+    async with heartbeats(url, sessions) as found:
+        started = clock()
+        for number in range(rounds):
+            await asyncio.gather(*(draw(samples * number + i) for i in range(samples)))
+        seconds = clock() - started
     done.set()
-    found = await beats
     return {
         "samples": samples * rounds,
         "seconds": seconds,

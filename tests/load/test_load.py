@@ -26,7 +26,7 @@ def test_six_hundred_samples_beside_heartbeats_and_training(url):
 
     found = asyncio.run(work())
     assert found["samples"] == 600
-    assert found["heartbeats"] >= 4 and found["optimizer_steps"] >= 1
+    assert found["heartbeats"] >= 2 and found["optimizer_steps"] >= 1
 
 
 def test_held_polls_cost_no_threads(url):

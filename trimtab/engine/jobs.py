@@ -101,6 +101,11 @@ class Job:
             prompt_alt_logprobs=self.scorer.alt_logprobs,
         )
 
+    @property
+    def places(self) -> int:
+        """What it keeps of the memory for keys and values."""
+        return self.shape.prompt + self.open_rows * self.shape.row
+
     def succeed(self) -> None:
         if self.future.set_running_or_notify_cancel():
             self.future.set_result(self.result())
@@ -154,6 +159,12 @@ class Row:
             )
         self.stopped = self.job.stops.end(self.tokens)
         return self.stopped or len(self.tokens) >= self.job.limit
+
+    def rewind(self) -> None:
+        """Forget what a step drew that did not come to its end."""
+        self.stream = UniformStream(self.job.seed, self.index)
+        for _ in self.tokens:
+            self.stream.next()
 
     def switch(self, version: str) -> None:
         """From the next token on the weights are another version."""

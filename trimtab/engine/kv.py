@@ -10,11 +10,14 @@ pool's front. All is counted against one budget of places. Knows nothing of requ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+
+from trimtab.engine.memory import is_out_of_memory
 
 SHORTEST = 32
 
@@ -138,7 +141,8 @@ class Group:
 
 class KVMemory:
     """The groups and the budget. `reserve` and `release` count places; what is allocated never
-    exceeds the budget as long as every prompt and every row was reserved.
+    exceeds the budget as long as every prompt and every row was reserved. `taking` is asked for the
+    bytes of each growth and raises where they are not to be had.
 
         >>> memory = KVMemory(layout, budget=4096)
         >>> memory.reserve(shape.prompt) and memory.reserve(shape.row)
@@ -147,9 +151,15 @@ class KVMemory:
         >>> memory.add(group.prompts, [prompt])
     """
 
-    def __init__(self, layout: KVLayout, budget: int) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        budget: int,
+        taking: Callable[[int], AbstractContextManager[None]] = lambda need: nullcontext(),
+    ) -> None:
         self.layout = layout
         self.budget = budget
+        self._taking = taking
         self.reserved = 0
         self.groups: dict[Shape, Group] = {}
 
@@ -172,7 +182,10 @@ class KVMemory:
         """Give each of `owners` a row that was reserved."""
         needed = len(pool.owners) + len(owners)
         if needed > pool.capacity:
-            pool.resize(self._grown(pool, needed))
+            capacity = self._grown(pool, needed)
+            more = (capacity - pool.capacity) * pool.length * self.layout.bytes_per_token
+            with self._taking(more):
+                pool.resize(capacity)
         for owner in owners:
             pool.add(owner)
 
@@ -181,7 +194,15 @@ class KVMemory:
         if not any(p.owners for p in group.pools):
             del self.groups[group.shape]
         elif len(pool.owners) <= pool.capacity // 4:
+            self._shrink(pool)
+
+    def _shrink(self, pool: Pool) -> None:
+        """A smaller pool is a second one for a moment; without room for it, this one stays."""
+        try:
             pool.resize(pool.capacity // 2)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
 
     def allocated(self) -> int:
         """Places in memory now."""

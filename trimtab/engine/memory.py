@@ -50,6 +50,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(t in str(error).lower() for t in _TOLD)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, without the rest that torch tells programmers."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class Memory:
     """`limit` in bytes; None takes a share of what there is.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from trimtab.engine.decoding import DecodeBatch, rows_of, runs
 from trimtab.engine.fast_net import FastNet
 from trimtab.engine.jobs import Job, Row
 from trimtab.engine.kv import Group, KVMemory
+from trimtab.engine.memory import first_line, is_out_of_memory
 from trimtab.engine.net import Net
 from trimtab.engine.sampling_limits import SamplerLimits
 from trimtab.engine.weights import Target, Weights, WeightsShelf
@@ -31,6 +32,7 @@ from trimtab.types import SampleResult
 log = logging.getLogger(__name__)
 
 _IDLE_PREFILL = 4  # pieces at once while nothing decodes
+_LOGITS = 6  # copies of a step's logits, counted in float32, that choosing tokens takes
 
 
 class _Part(NamedTuple):
@@ -49,7 +51,11 @@ class SamplingLoop:
         shelf: WeightsShelf,
         limits: SamplerLimits,
         device: torch.device,
+        *,
+        ask: Callable[[int], None] = lambda need: None,
     ) -> None:
+        """`ask` raises where that many bytes are not free."""
+        self._ask = ask
         self._net = net
         self._memory = memory
         self._shelf = shelf
@@ -192,18 +198,35 @@ class SamplingLoop:
 
     def _prefill(self) -> None:
         parts = self._next_parts()
-        if not parts:
-            return
+        if parts:
+            self._compute(parts)
+
+    def _compute(self, parts: list[_Part]) -> None:
+        """A pass over these parts. Where it fails each is tried by itself, and one too large for
+        the memory in halves: only what fails alone has failed."""
+        failure = None
         try:
             hidden = self._forward(parts)
-        except Exception as error:  # out of memory, say: those in the pass fail, no others
-            for part in parts:
-                self._fail(part.job, as_server_error("computing the prompt failed", error))
+        except Exception as error:  # out of memory, say
+            if len(parts) == 1 and not (parts[0].rows > 1 and is_out_of_memory(error)):
+                failure = as_server_error("computing the prompt failed", error)
+            hidden = None
+        if hidden is None:  # outside the handler, whose traceback keeps what the pass computed
+            self._compute_apart(parts, failure)
             return
         start = 0
         for part in parts:
             self._prefilled(part, hidden[start : start + part.rows])
             start += part.rows
+
+    def _compute_apart(self, parts: list[_Part], failure: TrimtabError | None) -> None:
+        if failure is not None:
+            self._fail(parts[0].job, failure)
+        elif len(parts) == 1:
+            self._compute([parts[0]._replace(rows=parts[0].rows // 2)])
+        else:
+            for part in parts:
+                self._compute([part])
 
     def _next_parts(self) -> list[_Part]:
         """The first prompts' next tokens, as many as one step may compute."""
@@ -289,19 +312,43 @@ class SamplingLoop:
 
     def _decode(self) -> None:
         groups = self._decoding()
-        if not groups:
-            return
+        if groups:
+            self._advance(groups)
+
+    def _advance(self, groups: list[Group]) -> None:
+        """A token for every row of these groups. Where that fails each group is tried by itself;
+        where one fails alone for lack of memory, its largest request goes and the rest try again in
+        the next step; for another reason, all of the group's."""
+        failure, short = None, False
         try:
             batch = self._current_batch(groups)
             ids, logprobs, best = batch.step()
-        except Exception as error:  # out of memory, say: those in the step fail, no others
-            self._batch = None
-            for job in dict.fromkeys(row.job for row in rows_of(groups)):
-                self._fail(job, as_server_error("a decode step failed", error))
+        except Exception as error:
+            if len(groups) == 1:
+                failure = as_server_error("a decode step failed", error)
+                short = is_out_of_memory(error)
+            batch = None
+        if batch is None:  # outside the handler, whose traceback keeps what the step computed
+            self._advance_apart(groups, failure, short)
             return
         if best is not None:
             batch.record(best)
         self._accept(batch.rows, ids, logprobs)
+
+    def _advance_apart(
+        self, groups: list[Group], failure: TrimtabError | None, short: bool
+    ) -> None:
+        self._batch = None
+        for row in rows_of(groups):
+            row.rewind()
+        if failure is None:
+            for group in groups:
+                self._advance([group])
+                self._batch = None
+            return
+        jobs = list(dict.fromkeys(row.job for row in rows_of(groups)))
+        for job in [max(jobs, key=lambda job: job.places)] if short else jobs:
+            self._fail(job, failure)
 
     def _decoding(self) -> list[Group]:
         return [group for group in self._memory.groups.values() if group.rows.owners]
@@ -323,6 +370,7 @@ class SamplingLoop:
             row.switch(now[target].version)
         self._batch_weights = now
         weights = [now[row.job.target] for row in rows]
+        self._ask(len(rows) * self._net.head.vocab_size * 4 * _LOGITS)
         return DecodeBatch(self._net, groups, weights, self._device)
 
     def _accept(self, rows: Iterable[Row], ids: list[int], logprobs: list[float]) -> None:
@@ -363,6 +411,8 @@ def as_server_error(what: str, error: Exception) -> TrimtabError:
     """One of ours as it is; anything else logged, and a ServerError that names it."""
     if isinstance(error, TrimtabError):
         return error
+    if is_out_of_memory(error):
+        return ServerError(f"{what}: memory does not suffice ({first_line(error)})")
     log.error("%s", what, exc_info=error)
     wrapped = ServerError(f"{what}: {type(error).__name__}: {error}")
     # Without its frames, which would keep a step's tensors alive with the future.

@@ -36,7 +36,7 @@ from trimtab.engine.batching import (
 )
 from trimtab.engine.costs import PassCost, measured
 from trimtab.engine.lora import Adapter
-from trimtab.engine.memory import MIB, Memory, is_out_of_memory
+from trimtab.engine.memory import MIB, Memory, first_line, is_out_of_memory
 from trimtab.engine.models import BaseModel
 from trimtab.engine.numerics import use_threads
 from trimtab.engine.training import Training, check_adam
@@ -44,6 +44,7 @@ from trimtab.errors import Invalid, NotFound, ServerError, Stopping, TooLarge, T
 from trimtab.losses import LOSSES
 from trimtab.losses.base import Loss, LossInputs, LossOutputs, Metrics, StabilityInputs
 from trimtab.losses.metrics import combine
+from trimtab.losses.traced import trace
 from trimtab.types import (
     AdamParams,
     BaseModelInfo,
@@ -125,10 +126,9 @@ class TorchLearner:
     def forward_backward(self, model_id: str, batch: TrainingBatch) -> ForwardBackwardResult:
         use_threads(self._threads)
         model = self._model(model_id)
-        if batch.loss_fn not in self._losses:
-            raise Invalid(f"loss_fn is {batch.loss_fn!r}; allowed are {', '.join(self._losses)}")
+        loss = self._loss(batch)
         check_data(batch.data, self.info.vocab_size, self.info.max_context)
-        run = Run(self._losses[batch.loss_fn], batch.loss_fn_config, float(model.steps))
+        run = Run(loss, batch.loss_fn_config, float(model.steps))
         for micro in micro_batches(batch.data, self._micro_batch_tokens):
             if self._stopping.is_set():
                 raise Stopping("the server is stopping; the request stays journalled")
@@ -136,7 +136,14 @@ class TorchLearner:
         if run.gradients is not None:
             culprits = [(batch.seq_id, i) for i in run.culprits]
             model.window.add(batch.seq_id, run.gradients, culprits)
-        return ForwardBackwardResult(tuple(run.logprobs), combine(run.metrics))
+        return ForwardBackwardResult(tuple(run.logprobs), combine(run.metrics, len(batch.data)))
+
+    def _loss(self, batch: TrainingBatch) -> Loss:
+        if batch.custom is not None:
+            return trace(batch.custom)
+        if batch.loss_fn not in self._losses:
+            raise Invalid(f"loss_fn is {batch.loss_fn!r}; allowed are {', '.join(self._losses)}")
+        return self._losses[batch.loss_fn]
 
     def optim_step(self, model_id: str, params: AdamParams) -> OptimStepResult:
         use_threads(self._threads)
@@ -156,7 +163,7 @@ class TorchLearner:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            short = str(error) or type(error).__name__
+            short = first_line(error)
         if short is None:
             run.join(part)
         elif len(micro.data) == 1:
@@ -199,7 +206,7 @@ class TorchLearner:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            short = str(error) or type(error).__name__
+            short = first_line(error)
             raise ServerError(f"{what}: memory does not suffice ({short})") from None
 
     def _forward(self, adapter: Adapter, micro: MicroBatch, run: Run) -> Tensor:

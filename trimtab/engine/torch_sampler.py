@@ -6,6 +6,7 @@ futures' names or sequence ids.
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,6 +20,7 @@ from trimtab.engine.fast_net import faster
 from trimtab.engine.jobs import Job
 from trimtab.engine.kv import KVMemory, Shape
 from trimtab.engine.lora import Adapter
+from trimtab.engine.memory import MIB, Memory
 from trimtab.engine.models import BaseModel
 from trimtab.engine.numerics import use_threads
 from trimtab.engine.sampling_limits import SamplerLimits, check_sample, new_tokens
@@ -28,13 +30,15 @@ from trimtab.engine.weights import WeightsShelf
 from trimtab.errors import Busy, Invalid, Stopping
 from trimtab.types import BaseModelInfo, Sample, SampleResult, WeightsRef
 
+log = logging.getLogger(__name__)
 _STOPPING = "the server is stopping; the request stays journalled"
 
 
 class TorchSampler:
     """engine.base.Sampler on torch, for any number of adapters on one base model.
 
-    `threads` is what the sampler's thread uses inside one operation.
+    `threads` is what the sampler's thread uses inside one operation; `memory` bounds what it
+    computes and remembers, and is the machine's where none is given.
 
         >>> sampler = TorchSampler(base)
         >>> sampler.start()
@@ -48,6 +52,7 @@ class TorchSampler:
         *,
         limits: SamplerLimits = SamplerLimits(),
         threads: int | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.info: BaseModelInfo = base.info
         self.limits = limits
@@ -57,16 +62,30 @@ class TorchSampler:
         self._net = faster(base.sampler_net, packed_bytes=limits.packed_bytes)
         self._layout = layout_of(self._net, base.device)
         self._shelf = WeightsShelf(self._read_adapter, limits.adapters)
+        self._memory = Memory(device=base.device) if memory is None else memory
+        self._kv_bytes = self._fitting(limits.kv_bytes)
         self._loop = self._new_loop()
         self._inbox: list[Job] = []
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
+    def _fitting(self, asked: int) -> int:
+        """Bytes for keys and values: what is asked for, at most half of what is free now."""
+        half = max(0, self._memory.free() // 2)
+        if asked > half:
+            log.warning(
+                "%s: keys and values get %d MiB, not %d: memory_mib is %d, and %d are free",
+                *(self.info.name, half // MIB, asked // MIB),
+                *(self._memory.limit // MIB, self._memory.free() // MIB),
+            )
+        return min(asked, half)
+
     def _new_loop(self) -> SamplingLoop:
-        budget = self.limits.kv_bytes // self._layout.bytes_per_token
-        memory = KVMemory(self._layout, budget)
-        return SamplingLoop(self._net, memory, self._shelf, self.limits, self._base.device)
+        budget = self._kv_bytes // self._layout.bytes_per_token
+        kv = KVMemory(self._layout, budget, self._memory.taking)
+        device, ask = self._base.device, self._memory.check
+        return SamplingLoop(self._net, kv, self._shelf, self.limits, device, ask=ask)
 
     # ----------------------------------------------------------------------- weights
 
@@ -96,7 +115,8 @@ class TorchSampler:
         if need > most:
             raise Invalid(
                 f"prompt and max_tokens ({request.params.max_tokens}) need memory for {need} "
-                f"tokens; this server keeps {most} (lower max_tokens, or raise kv_bytes)"
+                f"tokens; this server keeps {most} (lower max_tokens, or raise kv_cache_mib "
+                "or memory_mib)"
             )
 
     def submit(self, work: SampleWork) -> Future[SampleResult]:
