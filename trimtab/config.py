@@ -82,6 +82,13 @@ class ServerConfig(BaseModel):
         description="Tokens of one forward and backward pass. Bounds the learner's memory; results "
         "are the same to float error.",
     )
+    memory_mib: int | None = Field(
+        None,
+        ge=64,
+        description="MiB of memory the engines may use (the accelerator's, where there is one); by "
+        "default 85 % of what the machine or its cgroup has. Work that would pass it is split, or "
+        "refused alone.",
+    )
     kv_cache_mib: int = Field(
         2048, ge=1, description="MiB of keys and values the sampler keeps while it decodes."
     )

@@ -25,6 +25,7 @@ from trimtab.errors import Invalid
 if TYPE_CHECKING:
     import uvicorn
 
+    from trimtab.engine.memory import Memory
     from trimtab.service.core import Engine, Service, Store
     from trimtab.service.keys import Keys
     from trimtab.types import BaseModelInfo
@@ -47,12 +48,14 @@ def load_engines(config: ServerConfig, progress: Progress) -> dict[str, Engine]:
     progress("importing torch and transformers", 0.0)
     import torch
 
+    from trimtab.engine.memory import Memory
     from trimtab.tiny import quiet
 
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     sources = config.models()
+    memory = Memory(None if config.memory_mib is None else config.memory_mib * MIB, device)
     engines = {}
     for index, source in enumerate(sources):
 
@@ -60,12 +63,12 @@ def load_engines(config: ServerConfig, progress: Progress) -> dict[str, Engine]:
             progress(what, (before + done) / len(sources))
 
         with quiet():
-            engines[source.name] = load_engine(config, source, device, part)
+            engines[source.name] = load_engine(config, source, memory, device, part)
     return engines
 
 
 def load_engine(
-    config: ServerConfig, source: ModelSource, device: str, progress: Progress
+    config: ServerConfig, source: ModelSource, memory: Memory, device: str, progress: Progress
 ) -> Engine:
     from trimtab.engine.models import BaseModel
     from trimtab.engine.sampling_limits import SamplerLimits
@@ -83,15 +86,23 @@ def load_engine(
         max_lora_rank=config.max_lora_rank,
         progress=progress,
     )
+    if memory.free() <= 0:
+        raise Invalid(
+            f"memory_mib: {memory.limit // MIB} MiB do not suffice for the weights of {source.name}"
+        )
     limits = SamplerLimits(
         kv_bytes=config.kv_cache_mib * MIB,
         rows=config.sampling_rows,
         waiting=config.max_pending_samples,
     )
     learner = TorchLearner(
-        base, micro_batch_tokens=config.micro_batch_tokens, threads=config.threads
+        base,
+        micro_batch_tokens=config.micro_batch_tokens,
+        threads=config.threads,
+        memory=memory,
     )
-    return Engine(learner.info, learner, TorchSampler(base, limits=limits, threads=config.threads))
+    sampler = TorchSampler(base, limits=limits, threads=config.threads, memory=memory)
+    return Engine(learner.info, learner, sampler)
 
 
 def build(config: ServerConfig, store: Store, engines: dict[str, Engine]) -> Service:
