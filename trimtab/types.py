@@ -101,14 +101,45 @@ class ForwardBackward:
 
 
 @dataclass(frozen=True, slots=True)
+class CustomLossInput:
+    """`rank`: 0 a number a datum, 1 (N,), 2 (N, K)."""
+
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLossNode:
+    """One node of a traced loss: `("call_function", "mul", "operator.mul", ({"ref": "logprobs"},
+    2.0), {})`. Arguments are JSON values in the SDK's encoding."""
+
+    op: str
+    name: str
+    target: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLoss:
+    """A user's own loss: its inputs, `logprobs` first, and its nodes in the order they run."""
+
+    name: str
+    inputs: tuple[CustomLossInput, ...]
+    nodes: tuple[CustomLossNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """A checked ForwardBackward for a learner. `loss_fn_config` is complete (defaults in)."""
+    """A checked ForwardBackward for a learner. `loss_fn_config` is complete (defaults in); `custom`
+    is the loss where `loss_fn` is "custom"."""
 
     seq_id: int
     data: tuple[TrainingDatum, ...]
     loss_fn: str
     loss_fn_config: Mapping[str, float]
     forward_only: bool = False
+    custom: CustomLoss | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,35 +309,6 @@ class LossSpec:
     finite_where: str | None = None
     ordered: tuple[tuple[str, str], ...] = ()
     doc: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CustomLossInput:
-    """`rank`: 0 a number a datum, 1 (N,), 2 (N, K)."""
-
-    name: str
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class CustomLossNode:
-    """One node of a traced loss: `("call_function", "mul", "operator.mul", ({"ref": "logprobs"},
-    2.0), {})`. Arguments are JSON values in the SDK's encoding."""
-
-    op: str
-    name: str
-    target: str
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class CustomLoss:
-    """A user's own loss: its inputs, `logprobs` first, and its nodes in the order they run."""
-
-    name: str
-    inputs: tuple[CustomLossInput, ...]
-    nodes: tuple[CustomLossNode, ...]
 
 
 # --------------------------------------------------------------------------- sampling

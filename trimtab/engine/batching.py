@@ -131,6 +131,8 @@ def joined(micro: MicroBatch) -> list[Joined]:
 
 
 def _form(datum: TrainingDatum) -> tuple[object, ...]:
+    if any(x.shape[:1] != datum.tokens.shape for x in datum.inputs.values()):
+        return (id(datum),)  # a custom loss's, and not a row for each token: it stands alone
     head = None if datum.stability is None else datum.stability.head_ids_NK.shape[1]
     return tuple((n, x.dtype, x.shape[1:]) for n, x in sorted(datum.inputs.items())), head
 

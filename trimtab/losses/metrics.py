@@ -15,12 +15,21 @@ from torch import Tensor
 
 from trimtab.losses.base import Metrics
 
-REDUCE: Mapping[str, Callable[[Iterable[float]], float]] = {"sum": sum, "max": max, "min": min}
+REDUCE: Mapping[str, Callable[[Iterable[float]], float]] = {
+    "sum": sum,
+    "mean": sum,  # over datums; see `combine`
+    "max": max,
+    "min": min,
+}
+EXTREMES = (":max", ":min")
 
 
-def combine(outputs: Sequence[Mapping[str, float | Tensor]]) -> dict[str, float]:
+def combine(
+    outputs: Sequence[Mapping[str, float | Tensor]], datums: int | None = None
+) -> dict[str, float]:
     """Join the metrics of several datums (or of several micro-batches) by their suffixes, with one
-    transfer from the device. An extreme that is infinite (taken over no rows) is left out.
+    transfer from the device. An extreme that is infinite (taken over no rows) is left out. A
+    `:mean` (custom losses alone have them) comes as a sum over datums and is divided by their number.
 
     combine([{"n:sum": 1.0, "tv:max": 0.2}, {"n:sum": 2.0, "tv:max": -inf}])
     == {"n:sum": 3.0, "tv:max": 0.2}
@@ -29,7 +38,9 @@ def combine(outputs: Sequence[Mapping[str, float | Tensor]]) -> dict[str, float]
     for name, value in _to_floats(outputs):
         values[name].append(value)
     joined = {name: REDUCE[name.split(":")[1]](found) for name, found in values.items()}
-    return {n: v for n, v in joined.items() if n.endswith(":sum") or not math.isinf(v)}
+    if datums is not None:
+        joined = {n: v / datums if n.endswith(":mean") else v for n, v in joined.items()}
+    return {n: v for n, v in joined.items() if not (n.endswith(EXTREMES) and math.isinf(v))}
 
 
 def _to_floats(outputs: Sequence[Mapping[str, float | Tensor]]) -> list[tuple[str, float]]:

@@ -131,7 +131,7 @@ def _plain(value: Any) -> bool:
 
 def _each(inputs: LossInputs) -> list[tuple[Tensor, Mapping[str, Tensor]]]:
     """The datums that stand one after another in `inputs`."""
-    if inputs.datum_N is None:
+    if inputs.datum_N is None or not inputs.datum_N.any():
         return [(inputs.target_logprobs.clone(), inputs.tensors)]
     lengths = torch.bincount(inputs.datum_N).tolist()
     logprobs = torch.split(inputs.target_logprobs, lengths)
