@@ -29,7 +29,7 @@ def combine(
 ) -> dict[str, float]:
     """Join the metrics of several datums (or of several micro-batches) by their suffixes, with one
     transfer from the device. An extreme that is infinite (taken over no rows) is left out. A
-    `:mean` (custom losses alone have them) comes as a sum over datums and is divided by their number.
+    `:mean` (only custom losses have them) comes as a sum over datums, divided here by their number.
 
     combine([{"n:sum": 1.0, "tv:max": 0.2}, {"n:sum": 2.0, "tv:max": -inf}])
     == {"n:sum": 3.0, "tv:max": 0.2}
