@@ -55,8 +55,7 @@ def test_the_docs_have_a_row_for_each_route_and_no_other():
 def test_unknown_routes_and_methods_are_told_in_json(server):
     text = detail(server.client.get("/train_runs"), 404)
     assert (
-        text
-        == f"GET /api/v1/train_runs: not found; this server was tested with SDK {TESTED_SDK}"
+        text == f"GET /api/v1/train_runs: not found; this server was tested with SDK {TESTED_SDK}"
     )
     response = server.client.get("/optim_step")
     assert "method not allowed" in detail(response, 405)

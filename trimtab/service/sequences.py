@@ -114,6 +114,14 @@ def pinned(request_id: str, names: Collection[str]) -> SqlWrite:
     return lambda db: db.executemany("INSERT OR IGNORE INTO pins VALUES (?, ?)", rows)
 
 
+NAMED = """
+SELECT q.*, sampled.owner = asking.owner AS owned FROM sequences q
+LEFT JOIN sessions sampled ON sampled.session_id = q.session_id
+LEFT JOIN sessions asking ON asking.session_id = ?
+WHERE q.sequence_id IN (SELECT value FROM json_each(?))
+"""  # `owned`: the session that sampled it is of the same owner as the one that asks
+
+
 class Sequences:
     """Reads of the registry, with the most recently read arrays kept decoded. Thread-safe."""
 
@@ -129,15 +137,12 @@ class Sequences:
     ) -> tuple[dict[str, Record], dict[str, Absence]]:
         """Every name either with its record or with why there is none. Example:
         `({"S:sample:0:0:0": Record(...)}, {"S:sample:0:1:0": "pending"})`."""
-        rows = self._store.read(
-            "SELECT * FROM sequences WHERE sequence_id IN (SELECT value FROM json_each(?))",
-            (json.dumps(list(names)),),
-        )
+        rows = self._store.read(NAMED, (session_id, json.dumps(list(names))))
         absent: dict[str, Absence] = {}
         alive: dict[str, sqlite3.Row] = {}
         for row in rows:
             if row["session_id"] != session_id:
-                absent[row["sequence_id"]] = "foreign"
+                absent[row["sequence_id"]] = "foreign" if row["owned"] else "unknown"
             elif row["expires_at"] < now:
                 absent[row["sequence_id"]] = "expired"
             else:
