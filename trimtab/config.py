@@ -54,7 +54,8 @@ class ServerConfig(BaseModel):
     )
     jwt_auth: bool = Field(
         True,
-        description="Let clients exchange their key for a signed token of an hour; whoami reads it.",
+        description="Let clients exchange their key for a signed token of an hour; whoami reads "
+        "it.",
     )
     device: str = Field(
         "auto", description="cpu, cuda or cuda:N; auto takes an accelerator where there is one."
@@ -103,6 +104,32 @@ class ServerConfig(BaseModel):
     )
     max_body_mib: int = Field(
         128, ge=1, le=2048, description="MiB a request body may have, compressed and not."
+    )
+    max_datums: int = Field(
+        16384, ge=1, le=16384, description="Datums one forward_backward request may have."
+    )
+    max_request_tokens: int = Field(
+        8_000_000, ge=1, description="Input tokens one forward_backward request may have."
+    )
+    max_spans: int = Field(
+        200_000, ge=1, description="Provenance spans one forward_backward request may have."
+    )
+    max_samples: int = Field(
+        1024, ge=1, description="num_samples that one sample request may ask for."
+    )
+    max_sessions: int = Field(
+        4096,
+        ge=1,
+        description="Open sessions an owner may have; beyond it clients are asked to wait.",
+    )
+    max_models: int = Field(
+        256, ge=1, description="Models loaded at once; beyond it clients are asked to wait."
+    )
+    min_free_mib: int = Field(
+        256,
+        ge=0,
+        description="MiB that stay free on the disk of the data directory: below it clients are "
+        "asked to wait, and what was accepted is finished.",
     )
     chunk_datums: int = Field(
         1024,

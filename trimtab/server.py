@@ -113,6 +113,13 @@ def build(config: ServerConfig, store: Store, engines: dict[str, Engine]) -> Ser
         head_k=config.stability_top_k,
         hold_seconds=config.hold_seconds,
         max_pending_samples=config.max_pending_samples,
+        max_datums=config.max_datums,
+        max_request_tokens=config.max_request_tokens,
+        max_spans=config.max_spans,
+        max_samples=config.max_samples,
+        max_sessions=config.max_sessions,
+        max_models=config.max_models,
+        min_free_bytes=config.min_free_mib * MIB,
     )
     return Service(settings, store, engines, codec(config))
 

@@ -100,8 +100,10 @@ MATRIX = {
     "POST /load_weights": lambda t, m: [
         ({}, {"model_id": t.run, "seq_id": t.next(), "path": m.weights, "optimizer": False}),
         ({}, {"model_id": m.run, "seq_id": m.next(), "path": t.weights, "optimizer": False}),
-        ({}, {"session_id": t.session, "model_seq_id": m.place(), "path": m.weights, "optimizer": True}),
-        ({}, {"session_id": m.session, "model_seq_id": m.place(), "path": t.weights, "optimizer": True}),
+        ({}, {"session_id": t.session, "model_seq_id": m.place(), "path": m.weights,
+              "optimizer": True}),
+        ({}, {"session_id": m.session, "model_seq_id": m.place(), "path": t.weights,
+              "optimizer": True}),
     ],
     "GET /training_runs": lambda t, m: [],
     "GET /training_runs/{run}": lambda t, m: [({"run": t.run}, None)],

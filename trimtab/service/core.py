@@ -38,9 +38,10 @@ from trimtab.service.records import (
 from trimtab.service.sampling import Sampling
 from trimtab.service.sequences import Held
 from trimtab.service.settings import ServiceSettings
+from trimtab.service.space import Space
 from trimtab.service.store import Store
 from trimtab.service.usage import Usage
-from trimtab.types import BaseModelInfo, Request, Sample
+from trimtab.types import BaseModelInfo, Request, Sample, UnloadModel
 
 __all__ = [
     "CheckpointRecord",
@@ -77,6 +78,7 @@ class Service:
         self.listing = Listing(self._parts)
         self.keeping = Keeping(self._parts)
         self.usage = Usage(self._parts)
+        self._space = Space(store.data_dir, settings.min_free_bytes)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._storage_at = clock()
@@ -202,6 +204,8 @@ class Service:
         """Journal a request and queue it. A resend joins its first promise (or raises its first
         Invalid again); another body under a used id is Invalid."""
         self._running()
+        if not isinstance(request, UnloadModel):
+            self._space.check()
         if isinstance(request, Sample):
             return await self._sampling.submit(owner, request, body)
         return await self._orders.submit(owner, request, kind, body)

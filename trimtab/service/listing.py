@@ -67,8 +67,8 @@ class SessionRecord:
 @dataclass(frozen=True, slots=True)
 class Search:
     """Which sessions are sought. `session_id` and `display_name` widen each other, the rest
-    narrows. `states` pairs a state with a reason (None: any). `after` is the last one of the page before:
-    its time in whole microseconds and its id."""
+    narrows. `states` pairs a state with a reason (None: any). `after` is the last one of the page
+    before: its time in whole microseconds and its id."""
 
     session_id: str | None = None
     display_name: str | None = None

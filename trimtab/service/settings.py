@@ -74,6 +74,8 @@ class ServiceSettings:
     max_ttl_seconds: int = 10 * 366 * 24 * 3600
 
     # ---- what the server holds
+    min_free_bytes: int = 0
+    """Free bytes on the disk of the data directory below which no more work is taken."""
     max_sessions: int = 4096
     """Open sessions an owner may have."""
     max_models: int = 256
