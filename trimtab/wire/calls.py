@@ -21,9 +21,11 @@ from trimtab.service.keys import Keys
 from trimtab.wire.access import Access, Caller
 from trimtab.wire.codec import WireCodec, inflate
 from trimtab.wire.fields import Fields
+from trimtab.wire.turnstile import Turnstile
 
 T = TypeVar("T")
 
+SAMPLES_A_TURN = 8  # accepted between two looks at the sockets; each takes about a millisecond
 _INLINE = 64 * 2**10  # larger bodies are read on a worker thread
 
 
@@ -52,6 +54,7 @@ class Gate:
     def __init__(self) -> None:
         self._service: Service | None = None
         self.closing = asyncio.Event()
+        self.samples = Turnstile(SAMPLES_A_TURN)
 
     def open(self, service: Service) -> None:
         self._service = service
