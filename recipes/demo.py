@@ -3,8 +3,9 @@
     python -m recipes.demo                    a tiny model: demonstrations, then RL, and a control
     python -m recipes.demo --model smollm2    a pretrained model: RL alone
 
+Two algorithms start from the same weights and run side by side: REINFORCE++ and StableReinforce.
 `warm_up` and `improve` are what a script of yours would look like; `tasks.py` has prompts and
-rewards, `demo_view.py` what is shown. The control gets the same advantages dealt to the wrong
+rewards, `demo_view.py` what is shown. The control gets advantages that belong to other
 completions: what it gains, reinforcement did not teach.
 """
 
@@ -13,18 +14,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import tinker
 
 import trimtab
-from recipes.demo_view import View
+from recipes.demo_view import Run, View
 from recipes.tasks import Problem, Task, reward, sorting, sums
 from trimtab import modelstore, tiny
+from trimtab.trainer.reinforce_pp import ReinforcePPConfig, advantages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Knobs:
     """A step of RL draws `groups` problems, samples each `group_size` times and updates once, from
-    weights `stale` updates old. Warm-up: `warm_steps` batches of `warm_batch` demonstrations."""
+    weights `stale` updates old. Warm-up: `warm_steps` batches of `warm_batch` demonstrations.
+    `algorithms` are names in ALGORITHMS; a control goes by the last of them."""
 
     task: Task
     rank: int
@@ -44,8 +47,8 @@ class Knobs:
     warm_steps: int = 0
     warm_batch: int = 128
     warm_rate: float = 5e-3
-    loss_fn: str = "importance_sampling"
-    stale: int = 0
+    algorithms: tuple[str, ...] = ("reinforce_pp", "stable_reinforce")
+    stale: int = 4
     held_out: int = 200
     eval_every: int = 10
 
@@ -54,7 +57,14 @@ TINY = Knobs(
     task=sorting(), rank=64, steps=60, groups=32, group_size=16, learning_rate=3e-4, warm_steps=250
 )
 PRETRAINED = Knobs(
-    task=sums(), rank=16, steps=30, groups=8, group_size=8, learning_rate=3e-4, held_out=64
+    task=sums(),
+    rank=16,
+    steps=30,
+    groups=8,
+    group_size=8,
+    learning_rate=3e-4,
+    algorithms=("stable_reinforce",),
+    held_out=64,
 )
 
 
@@ -66,6 +76,9 @@ class Rollout:
     prompt: list[int]
     sequence: tinker.SampledSequence
     reward: float
+
+
+Groups = Sequence[Sequence[Rollout]]
 
 
 # ------------------------------------------------------------------ demonstrations
@@ -107,17 +120,17 @@ def demonstration(words: Tokenizer, task: Task, problem: Problem, random: Random
 
 
 async def improve(
-    client: tinker.TrainingClient, knobs: Knobs, seed: int, view: View, *, control: bool = False
+    client: tinker.TrainingClient, knobs: Knobs, run: Run, view: View, *, algorithm: Algorithm
 ) -> None:
     """Sample, reward, update, publish; `knobs.steps` times."""
-    run = (seed, "control" if control else "rl")
+    seed, kind = run
     words, random = client.get_tokenizer(), Random(f"rl {seed}")
     held_out = knobs.task.problems(knobs.held_out, Random("held out"), held_out=True)
     samplers: deque[tinker.SamplingClient] = deque(maxlen=knobs.stale + 1)
     for step in range(knobs.steps + 1):
         samplers.append(
             await client.save_weights_and_get_sampling_client(
-                record_stability_info=knobs.loss_fn == "stable_reinforce"
+                record_stability_info=algorithm.loss_fn == "stable_reinforce"
             )
         )
         if step % knobs.eval_every == 0 or step == knobs.steps:
@@ -134,16 +147,16 @@ async def improve(
             seed=random.randrange(2**31),
         )
         rollouts = [rollout for group in groups for rollout in group]
-        advantages = [a for group in groups for a in above_the_mean(group)]
-        if control:
-            random.shuffle(advantages)
-        data = [datum(r, a) for r, a in zip(rollouts, advantages, strict=True) if a]
-        metrics: dict[str, float] = {}
+        advantages_D_T = algorithm.advantages(groups)
+        if kind == "control":
+            advantages_D_T = dealt(advantages_D_T, random)
+        data = [datum(r, a_T) for r, a_T in zip(rollouts, advantages_D_T, strict=True) if any(a_T)]
+        metrics: dict[str, float] = {"age": len(samplers) - 1}
         if data:  # else every group agreed with itself: nothing to learn
-            trained = client.forward_backward(data, knobs.loss_fn)
+            trained = client.forward_backward(data, algorithm.loss_fn)
             rate = knobs.learning_rate * (1 - step / knobs.steps)
             updated = client.optim_step(tinker.AdamParams(learning_rate=rate))
-            metrics = (await trained).metrics | ((await updated).metrics or {})
+            metrics |= (await trained).metrics | ((await updated).metrics or {})
         view.stepped(run, step + 1, rollouts, data, metrics)
 
 
@@ -175,14 +188,51 @@ async def sample(
     return await asyncio.gather(*(group(i, problem) for i, problem in enumerate(problems)))
 
 
-def above_the_mean(group: Sequence[Rollout]) -> list[float]:
-    """Advantages: each reward less its group's mean."""
-    mean = sum(rollout.reward for rollout in group) / len(group)
-    return [rollout.reward - mean for rollout in group]
+def whitened(groups: Groups) -> list[list[float]]:
+    """REINFORCE++: rewards spread over the sampled tokens, whitened over those of the batch."""
+    rollouts = [rollout for group in groups for rollout in group]
+    found = advantages(
+        [rollout.reward for rollout in rollouts],
+        [rollout.sequence.logprobs for rollout in rollouts],
+        None,  # no reference, so no KL in the reward
+        [[1] * len(rollout.sequence.tokens) for rollout in rollouts],
+        config=ReinforcePPConfig(),
+    )
+    return [advantages_T.tolist() for advantages_T in found.advantages]
 
 
-def datum(rollout: Rollout, advantage: float) -> tinker.Datum:
-    """The whole sequence, the advantage on each sampled token, and where each token came from."""
+def above_the_mean(groups: Groups) -> list[list[float]]:
+    """Each reward less its group's mean, on every token."""
+    found = []
+    for group in groups:
+        mean = sum(rollout.reward for rollout in group) / len(group)
+        found += [[rollout.reward - mean] * len(rollout.sequence.tokens) for rollout in group]
+    return found
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Advantages for the tokens of each rollout, and the loss that takes them."""
+
+    advantages: Callable[[Groups], list[list[float]]]
+    loss_fn: Literal["ppo", "stable_reinforce"]
+
+
+ALGORITHMS = {
+    "reinforce_pp": Algorithm(whitened, "ppo"),
+    "stable_reinforce": Algorithm(above_the_mean, "stable_reinforce"),
+}
+
+
+def dealt(advantages_D_T: Sequence[Sequence[float]], random: Random) -> list[list[float]]:
+    """The same advantages, one a sequence, on completions that did not earn them."""
+    firsts = [advantages_T[0] for advantages_T in advantages_D_T]
+    random.shuffle(firsts)
+    return [[a] * len(old_T) for a, old_T in zip(firsts, advantages_D_T, strict=True)]
+
+
+def datum(rollout: Rollout, advantages_T: Sequence[float]) -> tinker.Datum:
+    """The whole sequence, an advantage on each sampled token, and where each token came from."""
     prompt, sequence = rollout.prompt, rollout.sequence
     before, sampled, name = len(prompt) - 1, len(sequence.tokens), sequence.sequence_id
     prompt_span, sampled_span = tinker.PromptProvenanceSpan, tinker.SampledProvenanceSpan
@@ -191,7 +241,7 @@ def datum(rollout: Rollout, advantage: float) -> tinker.Datum:
         loss_fn_inputs={
             "target_tokens": prompt[1:] + sequence.tokens,
             "logprobs": [0.0] * before + sequence.logprobs,
-            "advantages": [0.0] * before + [advantage] * sampled,
+            "advantages": [0.0] * before + list(advantages_T),
         },
     ).with_provenance(
         model_input=[
@@ -217,13 +267,18 @@ async def run(
     seeds: Sequence[int],
     control: bool,
 ) -> None:
-    """For each seed: warm up if the knobs say so, then learn, a control beside it."""
+    """For each seed: warm up if the knobs say so, then learn, all side by side."""
+    kinds = {name: name for name in knobs.algorithms}
+    if control:
+        kinds["control"] = knobs.algorithms[-1]
     for seed in seeds:
         warm = await warm_up(service, model, knobs, seed, view) if knobs.warm_steps else None
-        kinds = [False, True] if control else [False]
         clients = [await learner(service, model, knobs, seed, warm) for _ in kinds]
         await asyncio.gather(
-            *(improve(c, knobs, seed, view, control=k) for c, k in zip(clients, kinds, strict=True))
+            *(
+                improve(client, knobs, (seed, kind), view, algorithm=ALGORITHMS[name])
+                for client, (kind, name) in zip(clients, kinds.items(), strict=True)
+            )
         )
 
 
@@ -240,7 +295,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parse(arguments)
     small = given.model == "tiny"
     knobs = TINY if small else PRETRAINED
-    knobs = replace(knobs, loss_fn=given.loss, stale=given.stale, steps=given.steps or knobs.steps)
+    knobs = replace(
+        knobs,
+        stale=given.stale,
+        steps=given.steps or knobs.steps,
+        algorithms=tuple(given.algorithm or knobs.algorithms),
+    )
     control = small if given.control is None else given.control
     seeds = range(given.seeds)
     server = {"model": given.model, "sampler_dtype": given.sampler_dtype}
@@ -268,7 +328,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds to run")
     parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--steps", type=int, help="RL steps")
-    parser.add_argument("--loss", default="stable_reinforce", help="a loss of the server")
+    parser.add_argument(
+        "--algorithm", action="append", choices=ALGORITHMS, help="may be given more than once"
+    )
     parser.add_argument("--stale", type=int, default=4, help="updates the sampler lags behind")
     parser.add_argument("--sampler-dtype", default="int8", help="what the sampler computes in")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where results go")

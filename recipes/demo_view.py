@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from recipes.demo import Knobs, Rollout
 
 Run = tuple[int, str]
-"""(seed, "warm-up" | "rl" | "control")"""
+"""(seed, "warm-up" | "control" | the name of an algorithm)"""
 
 EXAMPLES = 6
 
@@ -47,7 +47,7 @@ class View:
         for seed in seeds:
             if knobs.warm_steps:
                 self._lengths[seed, "warm-up"] = knobs.warm_steps
-            for kind in ("rl", "control") if control else ("rl",):
+            for kind in (*knobs.algorithms, "control") if control else knobs.algorithms:
                 self._lengths[seed, kind] = knobs.steps
         self._file = (folder / "metrics.jsonl").open("w")
         self._console = Console()
@@ -121,7 +121,7 @@ class View:
         due = step == self._lengths[run] or seconds - self._printed.get(run, 0.0) > 10
         if not self._console.is_terminal and due and step:
             self._printed[run] = seconds
-            self._console.print(f"{self._called(run):>18} {step:4d}/{self._lengths[run]} {said}")
+            self._console.print(f"{self._called(run):>24} {step:4d}/{self._lengths[run]} {said}")
 
     def _latest(self, rows: Sequence[Mapping[str, float]]) -> dict[str, str | None]:
         rewards = [row["reward"] for row in rows if "reward" in row]
@@ -146,18 +146,23 @@ class View:
         """The table, a few answers before and after, and where everything is."""
         print_ = self._console.print
         print_(self._table())
-        seed = next(seed for seed, kind in self.answers if kind == "rl")
-        answers = self.answers[seed, "rl"]
-        examples = Table("held-out problem", "before", "after", "answer", box=None)
-        for i, problem in enumerate(self._problems[:EXAMPLES]):
-            prompt = problem.prompt.rstrip().split("\n")[-1]
-            shown = [mark(answers[step][i], problem.answer) for step in (0, self.steps)]
-            examples.add_row(prompt, *shown, problem.answer)
-        print_(examples)
+        print_(self._examples())
         seeds = len({seed for seed, _ in self.rows})
         title = self.title if seeds == 1 else f"{self.title}, {seeds} seeds"
         picture = curve(self.folder / "reward.png", title, self.rows)
         print_(f"\n{picture}  {self.folder / 'metrics.jsonl'}", soft_wrap=True)
+
+    def _examples(self) -> Table:
+        """Answers of the first seed before and after, a column an algorithm."""
+        seed = min(seed for seed, _ in self.answers)
+        kinds = [k for s, k in self.answers if s == seed and k != "control"]
+        examples = Table("held-out problem", "before", *kinds, "answer", box=None)
+        for i, problem in enumerate(self._problems[:EXAMPLES]):
+            shown = [self.answers[seed, kinds[0]][0][i]]
+            shown += [self.answers[seed, kind][self.steps][i] for kind in kinds]
+            marked = [mark(text, problem.answer) for text in shown]
+            examples.add_row(problem.prompt.rstrip().split("\n")[-1], *marked, problem.answer)
+        return examples
 
     def _table(self) -> Table:
         took = time.monotonic() - self._start
@@ -189,8 +194,8 @@ def mean(values: Sequence[float]) -> float:
 
 def health(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """How far the learner p is from the sampler q, a token, over the last five updates: the KL, the
-    share of samples that p/q leaves effective, the age of the weights; empty without a record."""
-    rows = [row for row in rows if "staleness/num:sum" in row][-5:]
+    share of samples that p/q leaves effective, the age of the weights; empty before the first."""
+    rows = [row for row in rows if "is_weight/num:sum" in row][-5:]
     if not rows:
         return {}
 
@@ -202,7 +207,7 @@ def health(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {
         "KL": per_token("kl_sample_train_v3"),
         "ESS": per_token("is_weight") ** 2 / squared if squared else 0.0,
-        "age": per_token("staleness"),
+        "age": mean([row["age"] for row in rows]),
     }
 
 
@@ -212,32 +217,30 @@ def mark(given: str, answer: str) -> str:
 
 # ------------------------------------------------------------------ the picture
 
-BLUE, ORANGE, GREY = "#2563eb", "#d97706", "#6b7280"
+COLOURS = {"reinforce_pp": "#0f9d76", "stable_reinforce": "#2563eb", "control": "#d97706"}
+LINES = {"control": "control: shuffled advantages"}
 
 
 def curve(path: Path, title: str, rows: Mapping[Run, Sequence[Mapping[str, float]]]) -> Path:
-    """Held-out greedy reward by RL step, with the control and the training reward; below, how far
-    the learner is from the sampler it learns from."""
+    """Held-out greedy reward by RL step, a colour an algorithm, with the control and the training
+    reward; below, how far each learner is from the sampler it learns from."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    starts, ends = [], []
+    changes: dict[str, list[tuple[float, float]]] = {}
     for (_, kind), history in rows.items():
         if kind == "warm-up":
             continue
-        steps, held_out = series(history, "held_out")
-        if kind == "control":
-            axes.plot(steps, held_out, color=ORANGE, marker="o", ms=4, lw=2, label="control")
-            continue
-        axes.plot(*smooth(*series(history, "reward")), color=BLUE, alpha=0.35, lw=1.2)
-        axes.plot(steps, held_out, color=BLUE, marker="o", ms=5, lw=2.5)
-        starts.append(held_out[0])
-        ends.append(held_out[-1])
-        below.plot(*divergence(history), color=GREY, lw=1.2)
-    _label_lines(axes, rows)
+        colour, (steps, held_out) = COLOURS[kind], series(history, "held_out")
+        changes.setdefault(kind, []).append((held_out[0], held_out[-1]))
+        axes.plot(steps, held_out, color=colour, marker="o", ms=4.5, lw=2.2)
+        if kind != "control":
+            axes.plot(*smooth(*series(history, "reward")), color=colour, alpha=0.35, lw=1.2)
+            below.plot(*divergence(history), color=colour, lw=1.2)
+    _legend(axes, changes)
     axes.set(ylabel="reward", ylim=(0, 1.02))
     below.set(xlabel="RL step", ylabel="KL(q‖p)")
     below.set_ylim(bottom=0)
@@ -245,22 +248,20 @@ def curve(path: Path, title: str, rows: Mapping[Run, Sequence[Mapping[str, float
         each.grid(axis="y", color="#e5e7eb")
         each.set_axisbelow(True)
         each.spines[["top", "right"]].set_visible(False)
-    change = f"{mean(starts):.2f} → {mean(ends):.2f}"
-    axes.set_title(f"{title[0].upper()}{title[1:]}: {change} on held-out problems", loc="left")
+    axes.set_title(f"{title[0].upper()}{title[1:]}: reward on held-out problems", loc="left")
     figure.savefig(path)
     return path
 
 
-def _label_lines(axes: Any, rows: Mapping[Run, Sequence[Mapping[str, float]]]) -> None:
-    """One legend entry a kind of line, however many seeds."""
-    handles = [
-        axes.plot([], [], color=BLUE, marker="o", lw=2.5)[0],
-        axes.plot([], [], color=BLUE, alpha=0.35, lw=1.2)[0],
-    ]
-    labels = ["held-out, greedy", "training, sampled (mean of 5 steps)"]
-    if any(kind == "control" for _, kind in rows):
-        handles.append(axes.plot([], [], color=ORANGE, marker="o", lw=2)[0])
-        labels.append("control: shuffled advantages, held-out")
+def _legend(axes: Any, changes: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """One entry a kind of line, however many seeds, with its mean before and after."""
+    handles, labels = [], []
+    for kind in (kind for kind in COLOURS if kind in changes):
+        before, after = (mean(values) for values in zip(*changes[kind], strict=True))
+        handles += axes.plot([], [], color=COLOURS[kind], marker="o", ms=4.5, lw=2.2)
+        labels.append(f"{LINES.get(kind, kind)}, {before:.2f} → {after:.2f}")
+    handles += axes.plot([], [], color="#9ca3af", lw=1.2)
+    labels.append("training problems, sampled (mean of 5 steps)")
     axes.legend(handles, labels, frameon=False, loc="upper left")
 
 
