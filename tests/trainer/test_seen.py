@@ -2,19 +2,15 @@
 
 import io
 import re
-import sys
 
-import pytest
 from rich.console import Console
 from trainer_builders import group
 
-from trimtab.errors import Invalid
 from trimtab.trainer import report
 from trimtab.trainer.config import Config
 from trimtab.trainer.display import Display, duration
 from trimtab.trainer.folder import Folder
 from trimtab.trainer.logbook import Logbook
-from trimtab.trainer.sinks import sinks
 
 
 def console():
@@ -84,13 +80,3 @@ def test_a_report_needs_nothing_else(tmp_path):
     assert "no; prompt 'p': the completion is left out" in out.file.getvalue()
     failures = Folder(tmp_path).lines("failures.jsonl")
     assert [f["failure"] for f in failures] == ["none: no"] * 3
-
-
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
-def test_sinks_come_with_their_own_libraries_when_asked(tmp_path, monkeypatch, name):
-    monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, f"{name}.summary", None)
-    asked = {"tensorboard": True} if name == "tensorboard" else {f"{name}_project": "p"}
-    with pytest.raises(Invalid, match=f"pip install {name}"):
-        sinks(Config(**asked), tmp_path)
-    assert sinks(Config(), tmp_path) == []
