@@ -1,23 +1,32 @@
-"""Does it learn? `python -m recipes.learning` trains the arithmetic recipe's tiny model with each
-algorithm and three seeds, and once more with rewards dealt at random, which must not learn.
+"""Does it learn? Trains with each algorithm and several seeds, and with rewards dealt at random,
+which must not learn; prints the held-out greedy reward before and after.
 
-Prints a table of the held-out greedy reward before and after; docs/trainer.md quotes it.
+    python -m recipes.learning                   a tiny model, `arithmetic.py`, 18 runs
+    python -m recipes.learning model=smollm2     a pretrained model, `successor.py`, 12 runs
+
+model= takes what `trimtab serve --model` takes. results=FILE.jsonl adds a line a run. seeds=3 and
+algorithms=a,b choose among the runs; other key=value words are options of the trainer.
+docs/trainer.md quotes the tables.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import tinker
 
 import trimtab
-from recipes import arithmetic
+from recipes import arithmetic, successor
 from recipes.warm_up import NAME, warm_up
-from trimtab import tiny
+from trimtab import modelstore, tiny
 from trimtab.trainer import train
 from trimtab.trainer.options import config
 from trimtab.trainer.task import Task, from_file
@@ -27,78 +36,133 @@ METRIC = "test/greedy/reward/total"
 
 
 @dataclass(frozen=True)
+class Case:
+    """One run. A control's rewards are dealt to completions at random."""
+
+    algorithm: str
+    seed: int
+    control: bool
+
+
+@dataclass(frozen=True)
 class Outcome:
+    """Held-out greedy reward; `cpu_seconds` of this process, server included."""
+
+    model: str
+    task: str
     algorithm: str
     seed: int
     control: bool
     before: float
     after: float
+    cpu_seconds: float
 
     @property
     def gain(self) -> float:
         return self.after - self.before
 
 
-def measure(
-    folder: Path, *, seeds: Sequence[int], algorithms: Sequence[str], words: dict[str, str]
-) -> Iterator[Outcome]:
-    """Every run starts from the same warmed-up weights."""
+@dataclass(frozen=True)
+class Ground:
+    """Where every run begins: a served model, its task, and the trainer's options for both."""
+
+    service: tinker.ServiceClient
+    model: str
+    task: Task
+    options: dict[str, Any]
+
+
+@contextmanager
+def tiny_model(folder: Path) -> Iterator[Ground]:
+    """The arithmetic recipe's, made and warmed up on the spot."""
     model = tiny.build(folder / "model", tokenizer="characters", context=128)
     task = from_file(Path(arithmetic.__file__))
     with trimtab.local(model=f"{NAME}={model}", data_dir=folder / "server") as service:
         start = warm_up(service, arithmetic.demonstrate, steps=arithmetic.WARM_UP)["start_from"]
-        for seed in seeds:
-            for algorithm in algorithms:
-                for control in (False, True):
-                    yield _run(
-                        service, task, folder, start, words,
-                        algorithm=algorithm, seed=seed, control=control,
-                    )  # fmt: skip
+        yield Ground(service, NAME, task, {"model": NAME, "start_from": start})
 
 
-def _run(
-    service: tinker.ServiceClient,
-    task: Task,
-    folder: Path,
-    start: str,
-    words: dict[str, str],
-    *,
-    algorithm: str,
-    seed: int,
-    control: bool,
-) -> Outcome:
-    options = {
-        "model": NAME,
-        "start_from": start,
-        "algorithm": algorithm,
-        "seed": seed,
-        "shuffle_rewards": control,
-        "log_path": str(folder / f"{algorithm}-{seed}-{control}"),
-        "progress": "none",
-        "report": False,
-        "eval_samples": 0,
-        "eval_every": 1000,  # before the first step and after the last
-        "save_every": 1000,
-    }
-    result = train(config(task.defaults, options, words), task, service=service)
-    found = [line[METRIC] for line in result.metrics if METRIC in line]
-    return Outcome(algorithm, seed, control, found[0], found[-1])
+@contextmanager
+def pretrained(model: str) -> Iterator[Ground]:
+    """As it is, without demonstrations."""
+    found = modelstore.resolve(model)
+    served = "{}={}".format(*found) if found else model
+    task = from_file(Path(successor.__file__))
+    with trimtab.local(model=served) as service:
+        yield Ground(service, served.partition("=")[0], task, {})
+
+
+def cases(seeds: Sequence[int], algorithms: Sequence[str], *, controls: int) -> list[Case]:
+    """A run of each algorithm and seed, and `controls` controls a seed, the algorithms in turn.
+
+    >>> [case.algorithm for case in cases([0, 1], ["a", "b"], controls=1) if case.control]
+    ['a', 'b']
+    """
+    found = []
+    for seed in seeds:
+        found += [Case(algorithm, seed, control=False) for algorithm in algorithms]
+        turn = [algorithms[(seed + i) % len(algorithms)] for i in range(controls)]
+        found += [Case(algorithm, seed, control=True) for algorithm in turn]
+    return found
+
+
+def measure(
+    ground: Ground, chosen: Sequence[Case], folder: Path, words: dict[str, str]
+) -> Iterator[Outcome]:
+    """Each case from the same weights."""
+    for case in chosen:
+        own = {
+            "algorithm": case.algorithm,
+            "seed": case.seed,
+            "shuffle_rewards": case.control,
+            "log_path": str(folder / f"{case.algorithm}-{case.seed}-{case.control}"),
+            "progress": "none",
+            "report": False,
+            "eval_samples": 0,
+            "eval_every": 1000,  # before the first step and after the last
+            "save_every": 1000,
+        }
+        options = config(ground.task.defaults, ground.options, own, words)
+        begun = time.process_time()
+        result = train(options, ground.task, service=ground.service)
+        spent = round(time.process_time() - begun, 1)
+        found = [line[METRIC] for line in result.metrics if METRIC in line]
+        yield Outcome(
+            ground.model, ground.task.name, **asdict(case),
+            before=found[0], after=found[-1], cpu_seconds=spent,
+        )  # fmt: skip
 
 
 def main(words: Sequence[str]) -> int:
     given = dict(word.split("=", 1) for word in words)
+    model, results = given.pop("model", ""), given.pop("results", "")
     seeds = range(int(given.pop("seeds", "3")))
     algorithms = given.pop("algorithms", ",".join(ALGORITHMS)).split(",")
-    print("| algorithm | seed | rewards | before | after | gain |\n|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as folder:
-        for found in measure(Path(folder), seeds=seeds, algorithms=algorithms, words=given):
-            dealt = "shuffled" if found.control else "true"
-            print(
-                f"| {found.algorithm} | {found.seed} | {dealt} | {found.before:.3f} | "
-                f"{found.after:.3f} | {found.gain:+.3f} |",
-                flush=True,
-            )
+    controls = 1 if model else len(algorithms)
+    print("| algorithm | seed | rewards | before | after | gain | CPU s |\n" + "|---" * 7 + "|")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        with pretrained(model) if model else tiny_model(folder) as ground:
+            chosen = cases(seeds, algorithms, controls=controls)
+            for outcome in measure(ground, chosen, folder, given):
+                print(row(outcome), flush=True)
+                if results:
+                    keep(Path(results), outcome)
     return 0
+
+
+def row(found: Outcome) -> str:
+    dealt = "shuffled" if found.control else "true"
+    return (
+        f"| {found.algorithm} | {found.seed} | {dealt} | {found.before:.3f} | "
+        f"{found.after:.3f} | {found.gain:+.3f} | {found.cpu_seconds:.0f} |"
+    )
+
+
+def keep(path: Path, outcome: Outcome) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(outcome)) + "\n")
 
 
 if __name__ == "__main__":
