@@ -7,13 +7,14 @@
 PYTHON ?= python3
 MODEL ?= tiny
 SEEDS ?= 3
+KILLS ?= 500
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
 INSTALL := $(PIP) install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds model-smollm2 test nightly check format bench stability clean
+.PHONY: help setup demo demo-seeds model-smollm2 test nightly check format bench stability crash clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -57,6 +58,9 @@ test: $(VENV)/dev.stamp ## the test suite
 
 nightly: $(VENV)/dev.stamp ## tests that take minutes or longer
 	$(BIN)/python -m pytest -m nightly
+
+crash: $(VENV)/dev.stamp ## kill a training server KILLS=500 times at random and compare
+	cd tests && OMP_NUM_THREADS=1 PYTHONPATH=. ../$(BIN)/python -m crash.campaign --kills $(KILLS)
 
 check: $(VENV)/dev.stamp ## lint, formatting, types
 	$(BIN)/ruff check .

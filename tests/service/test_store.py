@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -104,3 +105,46 @@ def test_a_commit_survives_sigkill(tmp_path):
     store = Store(tmp_path)
     assert store.row("SELECT request_id FROM results")["request_id"] == "kept"
     store.close()
+
+
+def test_a_directory_that_cannot_be_used_is_a_sentence(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Invalid, match=r"data_dir: .*/x cannot be written \(Not a directory\)"):
+        Store(tmp_path / "file" / "x")
+    (tmp_path / "trimtab.sqlite3").write_bytes(b"this is no database, whatever its name" * 100)
+    with pytest.raises(Invalid, match=r"trimtab.sqlite3 cannot be used \(file is not a database\)"):
+        Store(tmp_path)
+
+    def read_only(*_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(Invalid, match=r"cannot be written \(Read-only file system\)"):
+        Store(tmp_path / "other")
+
+
+def test_readers_that_are_at_work_outlive_the_end(tmp_path):
+    """A connection is never closed under a thread that reads with it."""
+    store = Store(tmp_path)
+    with ThreadPoolExecutor(4) as threads:
+
+        def reading():
+            with pytest.raises(Stopping):
+                while True:
+                    store.read("SELECT * FROM results")
+
+        readers = [threads.submit(reading) for _ in range(4)]
+        for i in range(50):
+            store.submit(put(str(i))).result()
+        store.close()
+        for reader in readers:
+            reader.result(10)
+
+
+def test_sync_writes_the_log_to_the_disk(store, monkeypatch):
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), real(handle)))
+    store.submit(put("a")).result()
+    store.sync()
+    assert len(synced) == 1

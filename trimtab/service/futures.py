@@ -400,10 +400,12 @@ def _again(entry: Entry, row: sqlite3.Row) -> Promise:
 
 def _passes(error: Exception) -> bool:
     """Whether an error is of the disk or the machine, and may be over in a moment."""
-    found = error if isinstance(error, sqlite3.Error) else error.__cause__
-    return (
-        isinstance(found, sqlite3.Error) and (getattr(found, "sqlite_errorcode", 0) & 255) in FULL
-    )
+    found: BaseException | None = error
+    while found is not None:
+        if getattr(found, "sqlite_errorcode", 0) & 255 in FULL:
+            return True
+        found = found.__cause__
+    return False
 
 
 def _unknown(request_id: str) -> NotFound:

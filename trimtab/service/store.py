@@ -65,8 +65,9 @@ class Store:
         self, data_dir: Path, *, synchronous: Literal["NORMAL", "FULL"] = "NORMAL"
     ) -> None:
         self.data_dir = Path(data_dir).absolute()
-        self.data_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.data_dir)
+        with _told(self.data_dir):
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(self.data_dir)
         self._file = self.data_dir / FILE
         self._synchronous = synchronous
         self._readers = threading.local()
@@ -75,8 +76,9 @@ class Store:
         self._closed = False
         self._closing = threading.Lock()
         try:
-            self._db = self._connect()
-            migrate(self._db)
+            with _told(self.data_dir):
+                self._db = self._connect()
+                migrate(self._db)
         except BaseException:
             os.close(self._lock)
             raise
@@ -224,6 +226,18 @@ def migrate(db: sqlite3.Connection) -> None:
     for number, sql in MIGRATIONS:
         if number > at:
             db.executescript(f"BEGIN IMMEDIATE; {sql}; PRAGMA user_version = {number}; COMMIT;")
+
+
+@contextlib.contextmanager
+def _told(data_dir: Path) -> Iterator[None]:
+    """A directory that cannot be used is a sentence for whoever chose it."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise Invalid(f"data_dir: {data_dir} cannot be written ({why})") from error
+    except sqlite3.Error as error:
+        raise Invalid(f"data_dir: the journal {data_dir / FILE} cannot be used ({error})") from error
 
 
 def _lock(data_dir: Path) -> int:
