@@ -237,6 +237,9 @@ def _announce(server: Server) -> None:
     typer.echo(f"trimtab serves {names} at {server.url}")
     typer.echo(f"export TINKER_BASE_URL={server.url}")
     typer.echo(f"export TINKER_API_KEY={key}")
+    if server.config.hub_mirror:
+        token = "; export HF_TOKEN=$TINKER_API_KEY" if server.asks_for_keys else ""
+        typer.echo(f"export HF_ENDPOINT={server.url}{token}  # tokenizers without another hub")
     sys.stdout.flush()
 
 

@@ -137,6 +137,11 @@ class ServerConfig(BaseModel):
         le=16384,
         description="Datums the client puts in one forward_backward request; it splits more.",
     )
+    hub_mirror: bool = Field(
+        True,
+        description="Give out the tokenizer and configuration files of the models, never weights, "
+        "to clients that set HF_ENDPOINT to this server.",
+    )
     hold_seconds: float = Field(
         25.0, ge=0.1, le=30.0, description="How long a poll for a result is held open."
     )

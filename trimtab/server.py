@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trimtab.config import ModelSource, ServerConfig, is_loopback
@@ -142,8 +143,41 @@ def wire_settings(config: ServerConfig, keys: Keys | None = None) -> WireSetting
         hold_seconds=config.hold_seconds,
         chunk_datums=config.chunk_datums,
         compress=not near,
+        mirror=_mirror(config),
         tokenizer_ids={m.name: str(m.path) for m in config.models() if near and _readable(m)},
     )
+
+
+def _mirror(config: ServerConfig) -> Callable[[str], Path | None]:
+    """Where the tokenizer of a name lies that the SDK looks up for one of the models."""
+    sources = {tokenizer_name(model.name): model for model in config.models()}
+
+    def find(repo: str) -> Path | None:
+        model = sources.get(repo)
+        return None if model is None else _on_disk(model)
+
+    return find if config.hub_mirror else lambda repo: None
+
+
+def tokenizer_name(model: str) -> str:
+    """The repository in which the SDK looks for the tokenizer of a model.
+
+    >>> tokenizer_name("org/name/variant")
+    'org/name'
+    """
+    if model.startswith("meta-llama/Llama-3"):
+        return "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
+    return model.rsplit("/", 1)[0] if model.count("/") == 2 else model
+
+
+def _on_disk(model: ModelSource) -> Path | None:
+    """A model's folder; for one of a hub's, where its files were put when it was loaded."""
+    if model.folder:
+        return model.path
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(str(model.path), "config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _readable(model: ModelSource) -> bool:

@@ -21,7 +21,17 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
 from trimtab.errors import Stopping, TooLarge, TrimtabError
-from trimtab.wire import account, files, futures, reports, runs, sampling, sessions, training
+from trimtab.wire import (
+    account,
+    files,
+    futures,
+    hub,
+    reports,
+    runs,
+    sampling,
+    sessions,
+    training,
+)
 from trimtab.wire.access import OPEN, Access, Caller, InvalidToken
 from trimtab.wire.calls import (
     Call,
@@ -46,6 +56,7 @@ class Route:
     path: str
     handler: Callable[[Call], Awaitable[Response]]
     open: bool = False  # no key asked for
+    bearer: bool = False  # the key comes as a hub's token does; none where any key will do
     most: int = JSON_BYTES  # a body's bytes, beside the server's own limit
 
 
@@ -105,16 +116,26 @@ ROUTES = (
 )
 
 
+# Beside the API, not under its prefix: what a hub's client asks a hub for.
+HUB = (
+    Route("GET", "/api/models/{repo:path}/tree/{rest:path}", hub.tree, bearer=True),
+    Route("GET", "/api/models/{repo:path}/revision/{revision}", hub.model_info, bearer=True),
+    Route("GET", "/api/models/{repo:path}", hub.model_info, bearer=True),
+    Route("GET", "/{repo:path}/resolve/{revision}/{file:path}", hub.resolve, bearer=True),
+)
+
+
 def create_app(gate: Gate, settings: WireSettings, codec: WireCodec) -> Starlette:
     """The ASGI application. It answers 503 until `gate.open(service)`."""
     access = Access(settings.api_keys, settings.keys)
     routes = [
         StarletteRoute(
-            BASE + route.path,
+            prefix + route.path,
             _endpoint(route, gate, settings, codec, access),
             methods=[route.method],
         )
-        for route in ROUTES
+        for prefix, table in ((BASE, ROUTES), ("", HUB))
+        for route in table
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
     app.router.redirect_slashes = False  # a redirect of ours would go where the Host header says
@@ -148,7 +169,12 @@ def _endpoint(
 def _caller(route: Route, request: Request, access: Access) -> Caller:
     if route.open:
         return Caller("", OPEN)
-    return access.caller(request.headers.get("x-api-key"))
+    if not route.bearer:
+        return access.caller(request.headers.get("x-api-key"))
+    if access.open():
+        return Caller("", OPEN)
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return access.caller(token if scheme.lower() == "bearer" else None)
 
 
 class Lingering(Response):

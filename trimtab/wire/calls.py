@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
@@ -34,7 +35,7 @@ class WireSettings:
     """What the composition root decides for this room. `api_keys` and `keys` are the keys that
     open it (see `access.py`); with `jwt_auth` the client exchanges its key for a token.
     `tokenizer_ids` names a tokenizer by base model, where the base model's own name would not find
-    it."""
+    it; `mirror` finds the folder of a repository whose tokenizer is given out."""
 
     api_keys: tuple[str, ...] = ()
     keys: Keys | None = None
@@ -46,6 +47,7 @@ class WireSettings:
     max_concurrent_samples: int = 1000
     compress: bool = False
     tokenizer_ids: Mapping[str, str] = field(default_factory=dict)
+    mirror: Callable[[str], Path | None] = lambda repo: None
 
 
 class Gate:
