@@ -14,8 +14,11 @@ import json
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from .raw import Connection
+
+ROOT = Path(__file__).parents[2]
 
 
 async def beating(url: str, sessions: int, every: float) -> list[float]:
@@ -40,7 +43,7 @@ async def beating(url: str, sessions: int, every: float) -> list[float]:
     done.set()
     await beats
     for connection in connections:
-        connection.vanish()
+        await connection.close()
     return sorted(took)
 
 
@@ -49,7 +52,7 @@ async def heartbeats(url: str, sessions: int, every: float = 0.5) -> AsyncIterat
     """Send them while the block runs; the list is filled at its end."""
     words = [sys.executable, "-m", "tests.load.heartbeats", url, str(sessions), str(every)]
     pipe, found = asyncio.subprocess.PIPE, []
-    process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
+    process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, cwd=ROOT)
     assert process.stdout is not None and await process.stdout.readline() == b"ready\n"
     try:
         yield found

@@ -14,6 +14,7 @@ from trimtab import tiny
 from .raw import MODEL
 
 SHIPPED = ("-m", "trimtab.cli", "serve")
+ROOT = Path(__file__).parents[2]
 READY = "export TINKER_BASE_URL="
 
 
@@ -46,7 +47,7 @@ def serving(folder: Path, *options: str, command: Sequence[str] = SHIPPED) -> It
     model = tiny.build(folder / "model", context=256)
     words = [sys.executable, *command, "--model", f"{MODEL}={model}", "--port", "0"]
     words += ["--data-dir", str(folder / "data"), "--threads", "1", *options]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:

@@ -23,7 +23,8 @@ Json = dict[str, Any]
 class Connection:
     """One connection, opened at the first call, one call at a time."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = KEY) -> None:
+        self._key = key
         host, _, port = url.removeprefix("http://").partition(":")
         self._at = host, int(port)
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -35,7 +36,13 @@ class Connection:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        self.vanish()
+        await self.close()
+
+    async def close(self) -> None:
+        if self._streams is not None:
+            writer = self._streams[1]
+            self.vanish()
+            await writer.wait_closed()
 
     def vanish(self) -> None:
         """Close without a word."""
@@ -50,7 +57,7 @@ class Connection:
             self._streams = await asyncio.open_connection(*self._at)
         reader, writer = self._streams
         head = (
-            f"POST /api/v1/{route} HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEY}\r\n"
+            f"POST /api/v1/{route} HTTP/1.1\r\nHost: x\r\nX-API-Key: {self._key}\r\n"
             f"Content-Type: {content}\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
@@ -67,13 +74,18 @@ class Connection:
         assert status == 200, (route, status, body)
         return dict(json.loads(body))
 
-    async def result(self, request_id: str) -> bytes:
-        """Poll until there is one; AssertionError where the request failed."""
+    async def outcome(self, request_id: str) -> bytes:
+        """Poll until there is one, a result or an error."""
         ask = json.dumps({"request_id": request_id}).encode()
         while (found := await self.send("retrieve_future", ask))[0] == 408:
             pass
-        status, body = found
-        assert status == 200 and not body.startswith(b'{"error"'), found
+        assert found[0] == 200, found
+        return found[1]
+
+    async def result(self, request_id: str) -> bytes:
+        """Poll until there is one; AssertionError where the request failed."""
+        body = await self.outcome(request_id)
+        assert not body.startswith(b'{"error"'), body
         return body
 
     # ---- the calls of a session

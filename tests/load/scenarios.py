@@ -109,7 +109,7 @@ async def polls(url: str, count: int, use: Callable[[], Any]) -> Measured:
         await first.forward_backward(model, 1, forward_only=True)
         answers = await asyncio.gather(*waiting)
         for connection in connections:
-            connection.vanish()
+            await connection.close()
     assert len(answers) == count and all(answers)
     return {
         "polls": count,
