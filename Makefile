@@ -8,13 +8,15 @@ PYTHON ?= python3
 MODEL ?= tiny
 SEEDS ?= 3
 KILLS ?= 500
+MINUTES ?= 10
+REQUESTS ?= 100000
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
 INSTALL := $(PIP) install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds model-smollm2 test nightly check format bench stability crash clean
+.PHONY: help setup demo demo-seeds model-smollm2 test nightly check format bench stability crash load soak fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -61,6 +63,16 @@ nightly: $(VENV)/dev.stamp ## tests that take minutes or longer
 
 crash: $(VENV)/dev.stamp ## kill a training server KILLS=500 times at random and compare
 	cd tests && OMP_NUM_THREADS=1 PYTHONPATH=. ../$(BIN)/python -m crash.campaign --kills $(KILLS)
+
+load: $(VENV)/dev.stamp ## a server under many clients at once: what it costs, and whether all comes
+	$(BIN)/python -m tests.load.load --out tests/load/results/load.json
+
+soak: $(VENV)/dev.stamp ## 200 sessions that open and vanish, for MINUTES=10, and what is left then
+	$(BIN)/python -m tests.load.soak --minutes $(MINUTES) --out tests/load/results/soak.json --plot docs/soak.png
+
+fuzz: $(VENV)/dev.stamp ## REQUESTS=100000 malformed requests, then the decoders alone (with atheris)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.campaign --requests $(REQUESTS) --out tests/fuzz/results/requests.json
+	$(BIN)/python -m tests.fuzz.decoders
 
 check: $(VENV)/dev.stamp ## lint, formatting, types
 	$(BIN)/ruff check .
