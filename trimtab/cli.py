@@ -89,7 +89,9 @@ keys_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(keys_app, name="keys")
-DataDir = Annotated[Path, typer.Option(help="The server's data directory.")]
+DataDir = Annotated[
+    Path, typer.Option(help="The server's data directory.", envvar="TRIMTAB_DATA_DIR")
+]
 DATA_DIR = Path("trimtab-data")
 
 

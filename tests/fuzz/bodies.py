@@ -157,7 +157,22 @@ JSON_BODIES: dict[str, Callable[[World], Json]] = {
     "/load_weights": lambda w: {
         "model_id": w.model, "seq_id": w.next_training(), "path": w.path, "optimizer": True
     },
+    "/save_weights_external": lambda w: {
+        "model_id": w.model, "seq_id": w.next_training(), "path": f"n{w.number()}",
+        "ttl_seconds": 3600, "age_encryption_recipients": [],
+    },
     "/weights_info": lambda w: {"tinker_path": w.path},
+    "/copy_weights": lambda w: {
+        "source_path": w.path, "destination_project_id": "p", "ttl_seconds": 3600
+    },
+    "/training_runs/{run}/checkpoints/{kind}/{name}/ttl": lambda w: {"ttl_seconds": 3600},
+    "/sessions/{session_id}/project": lambda w: {"project_id": "p"},
+    "/sessions/search": lambda w: {
+        "session_id": w.session, "project_ids": ["p"], "user_metadata": {"k": "v"},
+        "display_name": "d", "owner": {"type": "own"}, "limit": 3,
+        "statuses": [{"type": "client_finished", "reasons": ["success"]}, {"type": "active"}],
+        "cursor": {"last_created_at": "2026-01-01T00:00:00+00:00", "last_session_id": "x"},
+    },
     "/unload_model": lambda w: {"model_id": w.model + "9"},
     "/create_sampling_session": lambda w: {
         "session_id": w.session, "sampling_session_seq_id": 2000 + w.number(),
@@ -255,6 +270,7 @@ _PARAMETER = re.compile(r"\{(\w+)(:\w+)?\}")
 def path_of(route: Route, world: World) -> str:
     """The route's path with this world's ids in the places that have a name for them."""
     known = {"session_id": world.spare, "sampler_id": world.sampler, "model_id": world.model}
+    known |= {"kind": "weights", "name": "a"}
 
     def fill(found: re.Match[str]) -> str:
         return known.get(found[1], world.model)

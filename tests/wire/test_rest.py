@@ -304,6 +304,20 @@ def test_sessions_are_sought(alice, bob, alices, shared):
     assert search(bob, project_ids=["q"]).sessions
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"display_name": "a " * 51},
+        {"user_metadata": {str(n): "" for n in range(51)}},
+        {"statuses": [{"type": "active"}] * 51},
+    ],
+)
+def test_a_search_has_bounds(alice, request_):
+    (name,) = request_
+    with pytest.raises(tinker.BadRequestError, match=f"{name}: 51 conditions"):
+        search(alice, **request_)
+
+
 def test_a_search_is_paged(alice):
     everything = [each.session_id for each in search(alice, limit=200).sessions]
     seen, cursor = [], None

@@ -20,6 +20,7 @@ from trimtab.service.records import CheckpointRecord
 
 T_co = TypeVar("T_co", covariant=True)
 MOST = 1000  # entries of a page
+MOST_CONDITIONS = 50  # of one kind in a search
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +243,16 @@ def _owned(column: str, owner: str, accessible: bool) -> tuple[str, list[object]
 
 
 def _sought(owner: str, search: Search) -> tuple[list[str], list[object]]:
-    """The conditions of a search and their values."""
+    """The conditions of a search and their values; bounded, as SQLite's expressions are."""
+    words = (search.display_name or "").lower().split()
+    counts = {
+        "user_metadata": len(search.user_metadata),
+        "display_name": len(words),
+        "statuses": len(search.states or ()),
+    }
+    for name, count in counts.items():
+        if count > MOST_CONDITIONS:
+            raise Invalid(f"{name}: {count} conditions; a search may have {MOST_CONDITIONS}")
     where: list[str] = ["s.owner = ?"]
     values: list[object] = [owner]
     named: list[str] = []
@@ -250,7 +260,6 @@ def _sought(owner: str, search: Search) -> tuple[list[str], list[object]]:
         named.append("s.session_id = ?")
         values.append(search.session_id)
     if search.display_name is not None:
-        words = search.display_name.lower().split()
         each = ["instr(lower(COALESCE(s.display_name, '')), ?) > 0" for _ in words]
         named.append(f"({' AND '.join(each) or '1'})")
         values += words
