@@ -41,6 +41,7 @@ class Chain:
             killer.join(30)
         if self.home.dead:
             self.trouble.append(f"the server died by itself: {self.home.tail()}")
+        self.home.served()
         self._ended()
         status = self.home.stop()
         if status != 0:

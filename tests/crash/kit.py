@@ -12,9 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
+import httpx
 import numpy as np
 import tinker
 from e2e.kit import KEY, MODEL, batch, logprobs, prompt
@@ -101,6 +102,16 @@ class Home:
             time.sleep(0.02)
         return self.buried()
 
+    def served(self, seconds: float = 60.0) -> None:
+        """Wait until the server that was started last answers."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/api/v1/healthz").status_code == 200:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"it does not answer: {self.tail()}")
+
     def stop(self) -> int:
         self.kill(signal.SIGTERM)
         return self.wait(20)
@@ -163,7 +174,7 @@ class Script:
 
     def end(self) -> None:
         self.last = self.training.save_state("last").result().path
-        self.service.close("success").result(30)
+        self.service.close("success").result(120)
 
 
 # ------------------------------------------------------------------ what must be equal
