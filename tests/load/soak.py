@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import sqlite3
 import statistics
 import sys
@@ -98,14 +99,14 @@ def seen(process: Process, data: Path, seconds: float) -> Point:
         (models,) = db.execute(
             "SELECT COUNT(*) FROM models WHERE state IN ('creating', 'ready')"
         ).fetchone()
-    disk = sum(_size(path) for path in data.rglob("*"))
+    disk = sum(_size(Path(folder) / name) for folder, _, names in os.walk(data) for name in names)
     return Point(round(seconds, 1), use.memory_mib, use.files, use.threads, sessions, models,
                  round(disk / 2**20, 1))  # fmt: skip
 
 
 def _size(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_size if path.is_file() else 0
+    with contextlib.suppress(FileNotFoundError):  # files come and go meanwhile
+        return path.stat().st_size
     return 0
 
 
