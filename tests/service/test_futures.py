@@ -38,7 +38,7 @@ def test_2000_waiting_polls_cost_no_thread_and_no_task(world):
             threads = threading.active_count()
             polls = [asyncio.ensure_future(outcome(service, promise, 30.0)) for _ in range(2000)]
             await asyncio.sleep(0.05)
-            assert threading.active_count() == threads
+            assert threading.active_count() <= threads
             mine = len(asyncio.all_tasks())
             started = time.perf_counter()
             again = [asyncio.ensure_future(outcome(service, promise, 0.01)) for _ in range(2000)]

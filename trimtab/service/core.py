@@ -196,7 +196,7 @@ class Service:
         if not await self._parts.sessions.end(session_id, state, reason, detail):
             return
         for model in self._parts.models.of_session(session_id):
-            await self._orders.unload(model, f"its session {state} ({reason})")
+            await self._orders.lives.unload(model, f"its session {state} ({reason})")
 
     # ---- requests with a future
 

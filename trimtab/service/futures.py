@@ -205,7 +205,7 @@ class Futures:
 
     async def _conclude(self, entry: Entry, write: SqlWrite, outcome: Outcome) -> None:
         try:
-            await self._written(entry, write)
+            await self.persist(f"the outcome of {entry.request_id}", write)
         except Stopping:
             outcome = PENDING
         except (TrimtabError, sqlite3.Error) as error:
@@ -213,9 +213,9 @@ class Futures:
         self._settle(entry.request_id, outcome)
         self._tell(entry.key, entry.seq_id)
 
-    async def _written(self, entry: Entry, write: SqlWrite) -> None:
-        """Write, and while the disk is full wait for it: told means committed, so until then the
-        request is pending, and nothing that comes after it runs."""
+    async def persist(self, what: str, write: SqlWrite) -> None:
+        """Write, and while the disk is full wait for it. Told means committed: until its outcome
+        is, a request is pending, and nothing that comes after it runs."""
         told = False
         while True:
             try:
@@ -227,7 +227,7 @@ class Futures:
                 if self._releasing:
                     raise Stopping("the server is stopping") from error
                 if not told:
-                    log.error("the outcome of %s waits for the disk: %s", entry.request_id, error)
+                    log.error("%s waits for the disk: %s", what, error)
                 told = True
             await asyncio.sleep(RETRY)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -64,8 +64,8 @@ class Job:
 
 
 GaveUp = Callable[[int, int, Sequence[int]], Awaitable[None]]
-"""Hears, before anything fails, that a lane gave up on the first id, goes on after the second, and
-which ids between them never came."""
+"""Hears at once that a lane gave up on the first id, goes on after the second, and which ids
+between them never came; what it returns is awaited before anything that waited is told."""
 
 
 @dataclass(eq=False, slots=True)
@@ -163,7 +163,11 @@ class Lanes:
             self._after(lane, job, outcome)
 
     def _after(self, lane: Lane, job: Job, outcome: Done | Failed | None) -> None:
-        task = asyncio.create_task(self._settle(lane, job, outcome))
+        self._spawn(self._settle(lane, job, outcome))
+
+    def _spawn(self, settling: Coroutine[None, None, None]) -> None:
+        """What is journalled while the lanes go on: a full disk must not hold up all of them."""
+        task = asyncio.create_task(settling)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
@@ -333,10 +337,9 @@ class Lanes:
         failed = {seq: not_run(lane.model_id, seq, missing, why) for seq in sorted(late)}
         for seq, error in failed.items():
             late[seq].failed(error)
-        if lane.gave_up is not None:
-            await lane.gave_up(missing, after, missed)
-        settled = (late[seq].settle(Failed(error, "user")) for seq, error in failed.items())
-        await asyncio.gather(*settled)
+        settled = [late[seq].settle(Failed(error, "user")) for seq, error in failed.items()]
+        gap = None if lane.gave_up is None else lane.gave_up(missing, after, missed)
+        self._spawn(_in_turn(gap, settled))
 
 
 def not_run(model_id: str, seq_id: int, missing: int, why: str) -> str:
@@ -347,6 +350,13 @@ def not_run(model_id: str, seq_id: int, missing: int, why: str) -> str:
 
 
 _STOP = Lane("", "")
+
+
+async def _in_turn(gap: Awaitable[None] | None, settled: Sequence[Awaitable[None]]) -> None:
+    """The gap first: a replay that finds the failures must find what they come from."""
+    if gap is not None:
+        await gap
+    await asyncio.gather(*settled)
 
 
 def _refused(job: Job | None) -> bool:

@@ -21,8 +21,9 @@ from trimtab.service import paths
 from trimtab.service.futures import Entry
 from trimtab.service.jobs import Run
 from trimtab.service.lanes import Done, Failed, Job, not_run
+from trimtab.service.lives import UNLOAD, all_of
 from trimtab.service.models import Model, model_of, moved
-from trimtab.service.orders import UNLOAD, Orders
+from trimtab.service.orders import Orders
 from trimtab.service.parts import Parts
 from trimtab.service.replay import Plan, Replay, plan
 from trimtab.service.sampling import Sampling
@@ -65,7 +66,7 @@ async def recover(parts: Parts, orders: Orders) -> list[Entry]:
         model = model_of(row)
         await TakeUp(parts, orders, model).start(waiting)
         if row["session_state"] != "open":
-            await orders.unload(model, f"its session {row['session_state']}")
+            await orders.lives.unload(model, f"its session {row['session_state']}")
     await _fail_left(parts, [entry for entries in pending.values() for entry in entries])
     return samples
 
@@ -94,7 +95,7 @@ class TakeUp:
         parts, model = self._parts, self._model
         model_id, base = model.record.model_id, model.record.base_model
         parts.models.add(model)
-        gave_up = self._orders.gave_up(model)
+        gave_up = self._orders.lives.gave_up(model)
         if model.state == "creating":
             parts.lanes.open(model_id, base, gave_up)
             found = plan(self._rows(1), self._gaps(), 1)
@@ -135,7 +136,7 @@ class TakeUp:
         log.error("%s", model.why)
         snapshot = parts.snapshots.find(model_id)
         writes = [moved(model_id, "lost", model.why), forgotten(model_id)]
-        await parts.store.write(lambda db: [write(db) for write in writes])
+        await parts.futures.persist(f"the loss of {model_id}", all_of(writes))
         await parts.lanes.abandon(model_id, model.why, "server")
         if snapshot is not None:
             parts.aside(partial(parts.snapshots.remove, snapshot.folder))
@@ -150,9 +151,9 @@ class TakeUp:
                 error = not_run(model_id, entry.seq_id, doomed[entry.seq_id], "did not arrive")
                 await parts.futures.fail(entry, error, "user")
             elif entry.kind == "unload_model":
-                await orders.unload(model, "the model is being unloaded", entry)
+                await orders.lives.unload(model, "the model is being unloaded", entry)
             elif entry.seq_id == 0:
-                job = orders.creation_job(entry, model, self._creation(entry))
+                job = orders.lives.creation_job(entry, model, self._creation(entry))
                 await parts.lanes.put(model_id, job)
             else:
                 run = orders.journalled(entry.request_id, entry.kind, model)
@@ -163,7 +164,7 @@ class TakeUp:
         def run() -> Done:
             request = self._orders.read(entry.request_id, entry.kind)
             assert isinstance(request, (CreateModel, LoadWeights))
-            return self._orders.creation(self._model, request)()
+            return self._orders.lives.creation(self._model, request)()
 
         return run
 

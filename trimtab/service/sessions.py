@@ -154,13 +154,20 @@ class Sessions:
 
     async def end(self, session_id: str, state: str, reason: str, detail: str | None) -> bool:
         """End a session; False if it had ended before, with its first reason untouched."""
-        if self._open.pop(session_id, None) is None:
+        session = self._open.pop(session_id, None)
+        if session is None:
             return False
-        await self._store.write(
-            lambda db: db.execute(
-                "UPDATE sessions SET state = ?, reason = ?, detail = ?, ended_at = ?"
-                " WHERE session_id = ? AND state = 'open'",
-                (state, reason, detail, self._clock(), session_id),
+        ended = False
+        try:
+            await self._store.write(
+                lambda db: db.execute(
+                    "UPDATE sessions SET state = ?, reason = ?, detail = ?, ended_at = ?"
+                    " WHERE session_id = ? AND state = 'open'",
+                    (state, reason, detail, self._clock(), session_id),
+                )
             )
-        )
+            ended = True
+        finally:
+            if not ended:  # a full disk: the next sweep, or the client, tries again
+                self._open[session_id] = session
         return True

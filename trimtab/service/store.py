@@ -237,7 +237,8 @@ def _told(data_dir: Path) -> Iterator[None]:
         why = error.strerror or str(error)
         raise Invalid(f"data_dir: {data_dir} cannot be written ({why})") from error
     except sqlite3.Error as error:
-        raise Invalid(f"data_dir: the journal {data_dir / FILE} cannot be used ({error})") from error
+        file = data_dir / FILE
+        raise Invalid(f"data_dir: the journal {file} cannot be used ({error})") from error
 
 
 def _lock(data_dir: Path) -> int:
