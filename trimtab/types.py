@@ -130,6 +130,18 @@ class CustomLoss:
 
 
 @dataclass(frozen=True, slots=True)
+class CreateCustomLoss:
+    session_id: str
+    custom_loss_seq_id: int
+    loss: CustomLoss
+
+
+@dataclass(frozen=True, slots=True)
+class CreateCustomLossResult:
+    loss_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingBatch:
     """A checked ForwardBackward for a learner. `loss_fn_config` is complete (defaults in); `custom`
     is the loss where `loss_fn` is "custom"."""
@@ -403,6 +415,7 @@ Request = (
     | LoadWeights
     | UnloadModel
     | Sample
+    | CreateCustomLoss
 )
 Result = (
     ForwardBackwardResult
@@ -414,6 +427,7 @@ Result = (
     | LoadWeightsResult
     | UnloadModelResult
     | SampleResult
+    | CreateCustomLossResult
 )
 
 # --------------------------------------------------------------------------- models

@@ -156,6 +156,8 @@ X = {"ref": "x"}
         (node("layer", X, op="call_module"), "'call_module'"),
         (node("torch.exp", X, out=X), "passes 'out'"),
         (node("torch.exp", {"ref": "later"}), "ref 'later'"),
+        (node("torch.exp", {"ref": ["x"]}), "ref" ),
+        (node("torch.exp", {"dtype": {}}), "dtype '{}'"),
         (node("torch.exp", {"code": "1+1"}), "kind 'code'"),
         (node("torch.exp", {"dtype": "complex64"}), "dtype 'complex64'"),
         (node("torch.exp", 2**70), "64 bits"),

@@ -80,6 +80,10 @@ MATRIX = {
               "lora_config": {"rank": 2}}),
     ],
     "POST /get_info": lambda t, m: [({}, {"model_id": t.run})],
+    "POST /create_custom_loss": lambda t, m: [
+        ({}, {"session_id": t.session, "custom_loss_seq_id": m.place(), "name": "mine",
+              "inputs": [], "graph": {"nodes": []}}),
+    ],
     "POST /forward_backward": lambda t, m: [
         ({}, training_data(t.run, t.next())),
         ({}, training_data(m.run, m.next(), t.sequence)),

@@ -15,6 +15,7 @@ from typing import Protocol
 from trimtab.types import (
     AdamParams,
     BaseModelInfo,
+    CustomLoss,
     ForwardBackwardResult,
     LoraConfig,
     LossSpec,
@@ -46,6 +47,9 @@ class Learner(Protocol):
     def optim_step(self, model_id: str, params: AdamParams) -> OptimStepResult:
         """Apply and clear the window. A non-finite gradient raises Invalid naming the datums, keeps
         weights and moments, and clears the window. An empty window raises Invalid."""
+
+    def check_custom(self, loss: CustomLoss) -> None:
+        """Raise Invalid for a custom loss that is not allowed, naming the node."""
 
     def check_step(self, params: AdamParams) -> None:
         """Raise Invalid for parameters `optim_step` would refuse before it touches anything."""

@@ -48,6 +48,7 @@ from trimtab.losses.traced import trace
 from trimtab.types import (
     AdamParams,
     BaseModelInfo,
+    CustomLoss,
     ForwardBackwardResult,
     LoraConfig,
     LossSpec,
@@ -106,6 +107,9 @@ class TorchLearner:
 
     def step_count(self, model_id: str) -> int:
         return self._model(model_id).steps
+
+    def check_custom(self, loss: CustomLoss) -> None:
+        trace(loss)
 
     def check_step(self, params: AdamParams) -> None:
         check_adam(params)

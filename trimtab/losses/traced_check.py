@@ -98,13 +98,13 @@ def _check_arg(
         raise refuse(f"{where}: an argument is an object of {len(arg)} keys; it must have one")
     [(kind, inner)] = arg.items()
     good = {
-        "ref": lambda: inner in known,
+        "ref": lambda: isinstance(inner, str) and inner in known,
         "tuple": lambda: isinstance(inner, (list, tuple)),
         "dict": lambda: isinstance(inner, Mapping),
         "slice": lambda: isinstance(inner, (list, tuple)) and len(inner) == 3,
         "ellipsis": lambda: inner is True,
         "float": lambda: inner in ("inf", "-inf", "nan"),
-        "dtype": lambda: inner in DTYPES,
+        "dtype": lambda: isinstance(inner, str) and inner in DTYPES,
         "device": lambda: isinstance(inner, str),
     }.get(kind)
     if good is None or not (isinstance(inner, (str, list, tuple, Mapping)) or inner is True):

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from trimtab.errors import Invalid, NotFound, Stopping, TrimtabError, UserError
 from trimtab.service import ids, restart, sweep
 from trimtab.service.clock import steady
+from trimtab.service.custom_orders import CustomOrders
 from trimtab.service.keeping import Keeping
 from trimtab.service.listing import Listing
 from trimtab.service.orders import Orders
@@ -41,7 +42,7 @@ from trimtab.service.settings import ServiceSettings
 from trimtab.service.space import Space
 from trimtab.service.store import Store
 from trimtab.service.usage import Usage
-from trimtab.types import BaseModelInfo, Request, Sample, UnloadModel
+from trimtab.types import BaseModelInfo, CreateCustomLoss, Request, Sample, UnloadModel
 
 __all__ = [
     "CheckpointRecord",
@@ -75,6 +76,7 @@ class Service:
         self._parts = join(settings, store, engines, codec, clock)
         self._orders = Orders(self._parts)
         self._sampling = Sampling(self._parts)
+        self._customs = CustomOrders(self._parts)
         self.listing = Listing(self._parts)
         self.keeping = Keeping(self._parts)
         self.usage = Usage(self._parts)
@@ -90,7 +92,7 @@ class Service:
         for engine in self._parts.engines.values():
             engine.sampler.start()
         self._parts.lanes.start()
-        pending = await restart.recover(self._parts, self._orders)
+        pending = await restart.recover(self._parts, self._orders, self._customs)
         self._tasks = [
             asyncio.create_task(restart.resume(self._parts, self._sampling, pending)),
             asyncio.create_task(self._sweep_forever()),
@@ -208,6 +210,8 @@ class Service:
             self._space.check()
         if isinstance(request, Sample):
             return await self._sampling.submit(owner, request, body)
+        if isinstance(request, CreateCustomLoss):
+            return await self._customs.submit(owner, request, body)
         return await self._orders.submit(owner, request, kind, body)
 
     async def reject(  # noqa: PLR0917 (all six say what was refused)

@@ -261,4 +261,15 @@ MIGRATIONS: tuple[tuple[int, str], ...] = (
         CREATE INDEX audit_owner ON audit (owner, at);
         """,
     ),
+    (
+        4,
+        """
+        CREATE TABLE custom_losses (
+            loss_id         TEXT PRIMARY KEY,
+            session_id      TEXT NOT NULL,
+            body            BLOB NOT NULL
+        );
+        CREATE INDEX custom_losses_session ON custom_losses (session_id);
+        """,
+    ),
 )

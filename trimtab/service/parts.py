@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from trimtab.service.checkpoints import Checkpoints
 from trimtab.service.clock import Awake
+from trimtab.service.customs import CustomLosses
 from trimtab.service.futures import Futures
 from trimtab.service.lanes import Lanes
 from trimtab.service.models import Models
@@ -40,6 +41,7 @@ class Parts:
     futures: Futures
     lanes: Lanes
     snapshots: Snapshots
+    customs: CustomLosses
     pool: ThreadPoolExecutor
 
     def aside(self, task: Callable[[], None]) -> None:
@@ -78,5 +80,6 @@ def join(
             max_bytes=settings.max_parked_bytes,
         ),
         snapshots=Snapshots(store, settings, clock),
+        customs=CustomLosses(store, codec),
         pool=ThreadPoolExecutor(2, "trimtab-service"),
     )

@@ -118,6 +118,7 @@ def _forget(
             "UPDATE sessions SET settled = ? WHERE session_id = ?",
             (settled + 1, session["session_id"]),
         )
+        db.execute("DELETE FROM custom_losses WHERE session_id = ?", (session["session_id"],))
     return 1
 
 

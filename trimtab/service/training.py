@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from trimtab.errors import Invalid, TooLarge
-from trimtab.service import provenance
+from trimtab.service import customs, provenance
 from trimtab.service.sequences import Absence, Record, Sequences
 from trimtab.service.settings import ServiceSettings
 from trimtab.types import (
     BaseModelInfo,
     ConfigValue,
+    CustomLoss,
     Datum,
     ForwardBackward,
     LossSpec,
@@ -50,6 +51,7 @@ class Checker:
     info: BaseModelInfo
     sequences: Sequences
     settings: ServiceSettings
+    customs: customs.CustomLosses | None = None
 
     def check(
         self, request: ForwardBackward, session_id: str, now: float, pinned: str | None = None
@@ -59,9 +61,8 @@ class Checker:
         `pinned` is the id of a request that was accepted before: it gets the records it got then.
         """
         limits = self.settings
-        spec = find_loss(request.loss_fn, self.losses)
-        config = complete_config(spec, request.loss_fn_config)
-        check_data(request.data, spec, self.info, limits)
+        spec, config, custom = self._loss(request, session_id)
+        check_data(request.data, spec, self.info, limits, custom)
         strict = spec.name if spec.needs_stability else None
         named = provenance.structure(
             request.data, needed=strict, longest_id=limits.max_id, most=limits.max_spans
@@ -76,11 +77,20 @@ class Checker:
         )
         check_finite_where(request.data, spec, resolved.stability)
         data = tuple(
-            TrainingDatum(datum.tokens, datum.inputs, stability)
+            TrainingDatum(datum.tokens, _inputs(datum, custom), stability)
             for datum, stability in zip(request.data, resolved.stability, strict=True)
         )
-        batch = TrainingBatch(request.seq_id, data, spec.name, config, request.forward_only)
+        batch = TrainingBatch(request.seq_id, data, spec.name, config, request.forward_only, custom)
         return Checked(batch, frozenset(named), resolved.unverified, frozenset(records))
+
+    def _loss(
+        self, request: ForwardBackward, session_id: str
+    ) -> tuple[LossSpec, dict[str, float], CustomLoss | None]:
+        if request.loss_fn == customs.CUSTOM and self.customs is not None:
+            custom = self.customs.find(session_id, request.loss_fn_config)
+            return customs.spec_of(custom), {}, custom
+        spec = find_loss(request.loss_fn, self.losses)
+        return spec, complete_config(spec, request.loss_fn_config), None
 
     def _records(
         self, named: set[str], session_id: str, now: float, pinned: str | None
@@ -133,7 +143,11 @@ def complete_config(spec: LossSpec, given: Mapping[str, ConfigValue]) -> dict[st
 
 
 def check_data(
-    data: Sequence[Datum], spec: LossSpec, info: BaseModelInfo, settings: ServiceSettings
+    data: Sequence[Datum],
+    spec: LossSpec,
+    info: BaseModelInfo,
+    settings: ServiceSettings,
+    custom: CustomLoss | None = None,
 ) -> None:
     if not data:
         raise Invalid("data is empty; give at least one datum")
@@ -146,7 +160,16 @@ def check_data(
         )
     for i, datum in enumerate(data):
         _check_tokens(i, datum.tokens, info)
-        _check_inputs(i, datum, spec, info, settings)
+        if custom is None:
+            _check_inputs(i, datum, spec, info, settings)
+        else:
+            customs.check_inputs(i, datum, custom)
+            _target_shape(i, datum, spec, settings)
+            _in_vocabulary(i, TOKENS, datum.inputs[TOKENS], info)
+
+
+def _inputs(datum: Datum, custom: CustomLoss | None) -> Mapping[str, np.ndarray]:
+    return datum.inputs if custom is None else customs.shaped(datum, custom)
 
 
 def _check_tokens(i: int, tokens: np.ndarray, info: BaseModelInfo) -> None:

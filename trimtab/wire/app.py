@@ -80,6 +80,7 @@ ROUTES = (
     Route("GET", "/sessions/{session_id}/trace_export", files.trace_export),
     Route("POST", "/create_model", training.create_model),
     Route("POST", "/get_info", training.get_info),
+    Route("POST", "/create_custom_loss", training.create_custom_loss),
     Route("POST", "/forward_backward", training.forward_backward, most=2**63),
     Route("POST", "/optim_step", training.optim_step),
     Route("POST", "/save_weights", training.save_weights),

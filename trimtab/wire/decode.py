@@ -15,7 +15,11 @@ from trimtab.errors import Invalid
 from trimtab.types import (
     AdamParams,
     ConfigValue,
+    CreateCustomLoss,
     CreateModel,
+    CustomLoss,
+    CustomLossInput,
+    CustomLossNode,
     Datum,
     ForwardBackward,
     LoadWeights,
@@ -238,6 +242,34 @@ def unload_model(body: bytes, budget: Budget) -> UnloadModel:
     return UnloadModel(Fields.parse(body).text("model_id"))
 
 
+# ------------------------------------------------------------------ custom losses
+
+
+def create_custom_loss(body: bytes, budget: Budget) -> CreateCustomLoss:
+    """The graph as plain data; what it may say is `losses`' to judge."""
+    fields = Fields.parse(body)
+    graph = fields.sub("graph")
+    if graph is None:
+        raise fields.wrong("graph", "an object")
+    if (version := graph.integer("format", 1)) != 1:
+        raise Invalid(f"graph.format: {version} is not known; this server reads 1")
+    inputs = [CustomLossInput(f.text("name"), f.integer("rank")) for f in fields.subs("inputs")]
+    nodes = [_node(node) for node in graph.subs("nodes")]
+    loss = CustomLoss(fields.text("name")[:200], tuple(inputs), tuple(nodes))
+    return CreateCustomLoss(fields.text("session_id"), fields.integer("custom_loss_seq_id"), loss)
+
+
+def _node(fields: Fields) -> CustomLossNode:
+    fields.only("op", "name", "target", "args", "kwargs")
+    args, kwargs = fields.values.get("args", []), fields.values.get("kwargs", {})
+    if not isinstance(args, list):
+        raise fields.wrong("args", "a list")
+    if not isinstance(kwargs, dict):
+        raise fields.wrong("kwargs", "an object")
+    op, name, target = (fields.text(field) for field in ("op", "name", "target"))
+    return CustomLossNode(op, name, target, tuple(args), kwargs)
+
+
 # ------------------------------------------------------------------ sampling
 
 
@@ -308,6 +340,7 @@ def _stops(fields: Fields) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 DECODERS: Mapping[str, Callable[[bytes, Budget], Request]] = {
     "forward_backward": forward_backward,
+    "create_custom_loss": create_custom_loss,
     "optim_step": optim_step,
     "create_model": create_model,
     "save_weights": save_weights,

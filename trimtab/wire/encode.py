@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trimtab.types import (
+    CreateCustomLossResult,
     CreateModelResult,
     ForwardBackwardResult,
     LoadWeightsResult,
@@ -50,7 +51,8 @@ def _plain(
     | SaveWeightsForSamplerResult
     | SaveWeightsExternalResult
     | LoadWeightsResult
-    | UnloadModelResult,
+    | UnloadModelResult
+    | CreateCustomLossResult,
 ) -> dict[str, object]:
     match result:
         case CreateModelResult(model_id):
@@ -67,6 +69,8 @@ def _plain(
             return {"type": "save_weights_external", "path": path, "size_bytes": size_bytes}
         case LoadWeightsResult(path, model_id):
             return {"type": "load_weights", "path": path, "model_id": model_id}
+        case CreateCustomLossResult(loss_id):
+            return {"type": "create_custom_loss", "loss_id": loss_id}
         case UnloadModelResult(model_id):
             return {"type": "unload_model", "model_id": model_id}
 

@@ -120,6 +120,11 @@ class Fields:
             return None
         return Fields.of(self.values[field], self.name(field))
 
+    def subs(self, field: str) -> list[Fields]:
+        """A list of objects."""
+        name = self.name(field)
+        return [Fields.of(value, f"{name}[{i}]") for i, value in enumerate(self.items(field))]
+
     def texts(self, field: str) -> tuple[str, ...]:
         """A list of texts; absent means empty."""
         values = self.items(field) if self.has(field) else []

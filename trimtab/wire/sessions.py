@@ -22,7 +22,7 @@ def client_flags(settings: WireSettings) -> dict[str, object]:
         "sample_use_retrieve_futures": True,
         "sample_join_sampling_session": True,
         "sample_max_concurrent_requests": settings.max_concurrent_samples,
-        "custom_loss_server_side": False,
+        "custom_loss_server_side": True,
     }
 
 

@@ -19,6 +19,10 @@ async def create_model(call: Call) -> Response:
     return await submit(call, "create_model")
 
 
+async def create_custom_loss(call: Call) -> Response:
+    return await submit(call, "create_custom_loss")
+
+
 async def forward_backward(call: Call) -> Response:
     return await submit(call, "forward_backward")
 
