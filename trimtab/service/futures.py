@@ -61,7 +61,7 @@ class Entry:
 def promise_of(request_id: str, kind: str, key: str, samples: int) -> Promise:
     if kind == "sample":
         return Promise(request_id, None, ids.sequence_ids(request_id, samples))
-    return Promise(request_id, key)
+    return Promise(request_id, None if kind == "create_custom_loss" else key)
 
 
 @dataclass(slots=True)

@@ -57,7 +57,9 @@ class Orders:
         self._parts = parts
         self.lives = Lives(parts)
         self._checkers = {
-            name: Checker(engine.learner.losses, engine.info, parts.sequences, parts.settings)
+            name: Checker(
+                engine.learner.losses, engine.info, parts.sequences, parts.settings, parts.customs
+            )
             for name, engine in parts.engines.items()
         }
 

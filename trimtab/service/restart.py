@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from trimtab.service import paths
+from trimtab.service.custom_orders import CustomOrders
+from trimtab.service.customs import KIND
 from trimtab.service.futures import Entry
 from trimtab.service.jobs import Run
 from trimtab.service.lanes import Done, Failed, Job, not_run
@@ -44,7 +46,7 @@ SINCE = (
 )
 
 
-async def recover(parts: Parts, orders: Orders) -> list[Entry]:
+async def recover(parts: Parts, orders: Orders, customs: CustomOrders) -> list[Entry]:
     """Settle everything but the pending samples, which are returned for `resume`. Does no
     arithmetic: models come back in their lanes."""
     parts.sessions.load()
@@ -56,6 +58,8 @@ async def recover(parts: Parts, orders: Orders) -> list[Entry]:
         parts.futures.adopt(entry.request_id, entry.owner, entry.kind, entry.digest)
         if entry.kind == "sample":
             samples.append(entry)
+        elif entry.kind == KIND:
+            await customs.resume(entry)
         else:
             pending[entry.key].append(entry)
     for row in parts.store.read(LIVE):
