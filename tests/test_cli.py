@@ -4,11 +4,13 @@ import re
 import sqlite3
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import pytest
 from typer.testing import CliRunner
 
 from trimtab import __version__
-from trimtab.cli import app
+from trimtab.cli import _announce, app
 from trimtab.config import ServerConfig
 from trimtab.service.sequences import held_in
 from trimtab.service.store import FILE, Store
@@ -74,6 +76,19 @@ def test_other_commands_are_handed_on():
     assert found.exit_code == 0 and "list" in found.stdout
     found = run("train", "--help")
     assert found.exit_code == 0 and "algorithm" in found.stdout
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_serve_prints_what_to_export(keyed, capsys):
+    config = ServerConfig(model=("org/tiny",), port=0)
+    url = "http://127.0.0.1:8000"
+    _announce(SimpleNamespace(config=config, models=(), url=url, asks_for_keys=keyed))
+    serving, *exports = capsys.readouterr().out.splitlines()
+    assert serving == f"trimtab serves org/tiny at {url}"
+    assert exports[0] == f"export TINKER_BASE_URL={url}"
+    assert exports[1].startswith("export TINKER_API_KEY=tml-local") != keyed
+    assert exports[2].startswith(f"export HF_ENDPOINT={url}")
+    assert ("HF_TOKEN=$TINKER_API_KEY" in exports[2]) == keyed
 
 
 def test_keys_are_created_listed_and_revoked(tmp_path):

@@ -224,6 +224,20 @@ def test_a_refused_token_says_so_in_its_header_and_a_refused_key_does_not(runnin
         assert box.client.post("/telemetry", headers={"X-API-Key": token}).status_code == 200
 
 
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "a.b.c.", "1.2.3.4.com"])
+def test_without_keys_a_page_of_another_name_gets_nowhere(running, host):
+    with running() as box:
+        answer = box.client.post("/telemetry", headers={"Host": host})
+        assert answer.status_code == 401 and "is another machine's name" in answer.text
+        mirrored = f"{box.url}/org/tiny/resolve/main/config.json"
+        assert httpx.get(mirrored, headers={"Host": host}).status_code == 401
+        for near in ("localhost:1", "127.0.0.1:1", "[::1]:1", "x", "a.localhost", "10.0.0.7"):
+            assert box.client.post("/telemetry", headers={"Host": near}).status_code == 200
+    with running(WireSettings(api_keys=("tml-a",))) as box:
+        headers = {"Host": host, "X-API-Key": "tml-a"}
+        assert box.client.post("/telemetry", headers=headers).status_code == 200
+
+
 def rest(shared, key):
     return tinker.RestClient(base_url=shared.url, api_key=key)
 

@@ -6,6 +6,7 @@ import urllib.request
 import warnings
 from datetime import UTC, datetime, timedelta
 
+import httpx
 import numpy as np
 import pyrage
 import pytest
@@ -183,6 +184,27 @@ def test_a_copy_outlives_its_source_and_shares_its_bytes(alice, run, shared):
     with connected(shared.server, shared.alice) as client:
         sampling = client.create_sampling_client(model_path=path).result()
         assert len(sampling.compute_logprobs(prompt(1, 2, 3)).result()) == 3
+
+
+def test_a_copy_takes_the_place_of_a_model_once(shared, alices):
+    headers = {"X-API-Key": shared.alice, "X-Idempotency-Key": "once"}
+    with httpx.Client(base_url=f"{shared.url}/api/v1", headers=headers) as http:
+        session = http.post("/create_session", json={}).json()["session_id"]
+        body = {"source_path": alices.weights, "session_id": session, "model_seq_id": 3}
+        first, again = (http.post("/copy_weights", json=body).json() for _ in range(2))
+        assert first == again == {"tinker_path": f"tinker://{session}:train:3/weights/first"}
+        http.headers["X-Idempotency-Key"] = "twice"
+        taken = http.post("/copy_weights", json=body)
+        assert taken.status_code == 400 and "model_seq_id: 3 is in use already" in taken.text
+        model = {"session_id": session, "model_seq_id": 3, "base_model": MODEL}
+        taken = http.post("/create_model", json=model)
+        assert taken.status_code == 400 and "already used by a copy_weights" in taken.text
+        step = {"model_id": f"{session}:train:3", "seq_id": 1, "adam_params": {}}
+        promise = http.post("/optim_step", json=step).json()
+        failed = http.post("/retrieve_future", json={"request_id": promise["request_id"]}).json()
+        assert failed["category"] == "user" and "is a copied checkpoint" in failed["error"]
+        token = http.post("/copy_weights", json=body | {"weights_access_token": "x"})
+        assert token.status_code == 400 and "weights_access_token: not offered" in token.text
 
 
 # ------------------------------------------------------------------ external weights

@@ -33,6 +33,19 @@ ALGORITHM = "HS256"
 OPEN, CONFIGURED, STORED = "open", "configured", "stored"
 
 
+def names_another(host: str) -> bool:
+    """Whether a Host header names a domain, which this machine has none of. A page of that domain,
+    whose name was pointed at 127.0.0.1 meanwhile, would else do here as it likes.
+
+    >>> [names_another(host) for host in ("localhost:8000", "127.0.0.1:8000", "a.example:8000")]
+    [False, False, True]
+    """
+    name = host.rsplit(":", 1)[0] if host.count(":") == 1 else host
+    name = name.rstrip(".").lower()
+    numbers = name.startswith("[") or name.replace(".", "").isdigit()
+    return "." in name and not numbers and not name.endswith(".localhost")
+
+
 class InvalidToken(Unauthorized):
     """The token, not the key behind it, is at fault: the SDK exchanges its key once more."""
 

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.types import Receive, Scope, Send
 
-from trimtab.errors import Stopping, TooLarge, TrimtabError
+from trimtab.errors import Stopping, TooLarge, TrimtabError, Unauthorized
 from trimtab.wire import (
     account,
     files,
@@ -32,7 +32,7 @@ from trimtab.wire import (
     sessions,
     training,
 )
-from trimtab.wire.access import OPEN, Access, Caller, InvalidToken
+from trimtab.wire.access import OPEN, Access, Caller, InvalidToken, names_another
 from trimtab.wire.calls import (
     Call,
     ClientLeft,
@@ -170,6 +170,12 @@ def _endpoint(
 def _caller(route: Route, request: Request, access: Access) -> Caller:
     if route.open:
         return Caller("", OPEN)
+    host = request.headers.get("host", "")
+    if access.open() and names_another(host):
+        raise Unauthorized(
+            f"Host: {host[:100]!r} is another machine's name; without keys only this machine is"
+            " served: create one with `trimtab keys create`"
+        )
     if not route.bearer:
         return access.caller(request.headers.get("x-api-key"))
     if access.open():
