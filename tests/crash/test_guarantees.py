@@ -1,17 +1,16 @@
 """Every promise names the tests that prove it, and they are there."""
 
-import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "guarantees.md").read_text()
 NAMED = re.compile(r"^`(tests/\S+\.py)::(\w+)`$", re.MULTILINE)
+DEFINED = re.compile(r"^def (\w+)\(", re.MULTILINE)
 
 
 def functions(file):
-    tree = ast.parse((ROOT / file).read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    return set(DEFINED.findall((ROOT / file).read_text()))
 
 
 def test_the_tests_that_are_named_exist():
