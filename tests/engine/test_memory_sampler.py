@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trimtab.engine import memory as memory_module
+from trimtab.engine.choose import Chooser
 from trimtab.engine.memory import MIB, Memory
 from trimtab.engine.sampling_limits import SamplerLimits
 from trimtab.engine.torch_sampler import TorchSampler
@@ -67,6 +68,23 @@ def test_a_neighbours_failure_costs_me_nothing(llama, monkeypatch, error, where)
         ServerError, match="memory does not suffice" if error is SHORT else "broken"
     ):
         theirs.result(0)
+
+
+def test_numbers_drawn_in_a_step_that_fails_are_drawn_again(llama, monkeypatch):
+    """Ten rows together fail once their random numbers are out; two groups apart do not."""
+    alone = [run(llama, monkeypatch, [sample])[0] for sample in (MINE, THEIRS)]
+    choose, failures = Chooser.choose, []
+
+    def patched(self, logits_BV, uniform_B):
+        if len(logits_BV) == 10:
+            failures.append(1)
+            raise SHORT
+        return choose(self, logits_BV, uniform_B)
+
+    monkeypatch.setattr(Chooser, "choose", patched)
+    together = run(llama, monkeypatch, [MINE, THEIRS])
+    assert len(failures) >= 10
+    assert [drawn(future) for future in together] == [drawn(future) for future in alone]
 
 
 def test_a_prompt_too_long_for_one_pass_is_computed_in_pieces(llama, monkeypatch):

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from trimtab import tiny
 from trimtab.embedded import _served
 from trimtab.engine.torch_learner import TorchLearner
+from trimtab.errors import Invalid
 from trimtab.wire import trimtab_pb2 as pb
 
 MINE, THEIRS = "tml-mine", "tml-theirs"
@@ -188,3 +189,10 @@ def test_their_poison_is_theirs(model_folder, tmp_path, undisturbed, monkeypatch
     assert found.keys() == undisturbed.keys()
     for name, tensor in found.items():
         assert tensor.tobytes() == undisturbed[name].tobytes(), name
+
+
+def test_a_limit_below_the_weights_is_said_at_the_start(model_folder, tmp_path):
+    config = {"model": (f"{MODEL}={model_folder}",), "data_dir": tmp_path, "memory_mib": 64}
+    words = f"memory_mib: 64 MiB do not suffice for the weights of {MODEL}"
+    with pytest.raises(Invalid, match=words), _served({"port": 0} | config):
+        pass
