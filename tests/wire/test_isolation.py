@@ -5,6 +5,7 @@ same form that is unknown.
 """
 
 import ast
+import gc
 import itertools
 import json
 import re
@@ -30,7 +31,7 @@ PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
 
 
-def training_data(model_id, seq_id, sequence_id="", loss="cross_entropy"):
+def training_data(model_id, seq_id, sequence_id="", loss="cross_entropy", loss_id=""):
     """A forward_backward of three tokens; with a sequence, spans say that it was sampled there."""
     message = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss)
     datum = message.data.add()
@@ -44,6 +45,8 @@ def training_data(model_id, seq_id, sequence_id="", loss="cross_entropy"):
         tensor.dtype = dtype
         width = 8 if dtype == pb.DTYPE_INT64 else 4
         tensor.dense = b"".join(v.to_bytes(width, "little") for v in values)
+    if loss_id:
+        message.loss_fn_config_v2["loss_id"].text = loss_id
     if sequence_id:
         span = datum.model_input_spans.add().prompt_tokens
         span.sequence_id, span.offset, span.length = sequence_id, 2, 1
@@ -88,6 +91,7 @@ MATRIX = {
         ({}, training_data(t.run, t.next())),
         ({}, training_data(m.run, m.next(), t.sequence)),
         ({}, training_data(m.run, m.next(), t.sequence, "stable_reinforce")),
+        ({}, training_data(m.run, m.next(), loss="custom", loss_id=f"{t.session}:loss:0")),
     ],
     "POST /optim_step": lambda t, m: [
         ({}, {"model_id": t.run, "seq_id": t.next(), "adam_params": {}})
@@ -163,8 +167,8 @@ MATRIX = {
     "DELETE /auth/apikey/me": lambda t, m: [],
 }  # fmt: skip
 
-# The same to everybody, for the answer tells nothing of the ids: they are only acknowledged.
-SILENT = {("POST /retrieve_futures", 1)}
+# The same to everybody: ids that are only acknowledged, and a loss that nobody has made.
+SILENT = {("POST /retrieve_futures", 1), ("POST /forward_backward", 3)}
 # A loss that takes what it cannot check answers the same and counts; see `provenance_unverified`.
 COUNTED = {("POST /forward_backward", 1)}
 
@@ -341,6 +345,16 @@ def test_paths_are_three_plain_segments(shared, ask, path):
 # ------------------------------------------------------------------ nothing is run that was stored
 
 
+@pytest.fixture
+def uncollected():
+    """No garbage is collected meanwhile: Python 3.11's parser counts wrongly when a finalizer runs
+    in the middle of it (https://github.com/python/cpython/issues/106905)."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
 def test_nothing_stored_is_ever_executed():
     """Only safetensors and JSON come back from disk: no pickle, marshal, shelve, eval or exec, and
     no torch.load, anywhere in the package."""
