@@ -53,6 +53,13 @@ def refused(answer, status):
     return answer.json()["detail"]
 
 
+def test_the_client_is_told_to_stay_below(small):
+    http, _ = small
+    flags = http.post("/client/config", json={}).json()
+    assert flags["fwdbwd_max_chunk_len"] == 1
+    assert flags["fwdbwd_max_chunk_bytes_count"] == MIB // 2
+
+
 def test_bodies_as_sent_and_as_inflated(small):
     http, _ = small
     wide = b" " * (MIB + 1)

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from trimtab.wire.calls import Call, WireSettings, answer
 
 TESTED_SDK = "0.38.0"
+CHUNK_BYTES = 5_000_000  # what the client would put in a request by itself
 
 
 def client_flags(settings: WireSettings) -> dict[str, object]:
@@ -18,6 +19,7 @@ def client_flags(settings: WireSettings) -> dict[str, object]:
         "pjwt_auth_enabled": settings.jwt_auth,
         "parallel_fwdbwd_chunks": True,
         "fwdbwd_max_chunk_len": settings.chunk_datums,
+        "fwdbwd_max_chunk_bytes_count": min(CHUNK_BYTES, settings.max_body_bytes // 2),
         "proto_compress_fwdbwd": settings.compress,
         "sample_use_retrieve_futures": True,
         "sample_join_sampling_session": True,
