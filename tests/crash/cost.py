@@ -1,8 +1,8 @@
 """What snapshots and commits cost: `python -m crash.cost [NAME=FOLDER]` in tests/.
 
 Trains one model on one base model through the learner alone, and measures a step (a
-forward_backward of `--tokens` tokens and an optim_step) without snapshots and with a snapshot as
-often as the server takes them, written by a thread as there. Then times commits in both of
+forward_backward of `--tokens` tokens and an optim_step) without snapshots and with them as often as
+the server takes them, written by a thread as there, in turn. Then times commits in both of
 SQLite's modes. Prints JSON.
 """
 
@@ -42,7 +42,7 @@ def training(base: BaseModel, tokens: int, rank: int, seconds: float, home: Path
     learner = TorchLearner(base, threads=1)
     learner.create("m", LoraConfig(rank=rank, seed=1))
     settings, writer, numbers = ServiceSettings(), ThreadPoolExecutor(1), iter(range(10**9))
-    copies, writes, times = [], [], {True: [], False: []}
+    copies, writes, works, times = [], [], [], {True: [], False: []}
     length = min(128, base.info.max_context - 1)
 
     def step() -> None:
@@ -55,34 +55,40 @@ def training(base: BaseModel, tokens: int, rank: int, seconds: float, home: Path
         copies.append(time.perf_counter() - began)
 
         def kept() -> None:
-            began = time.perf_counter()
+            began, worked = time.perf_counter(), time.thread_time()
             name, _ = paths.write_folder(home, write)
             writes.append(time.perf_counter() - began)
+            works.append(time.thread_time() - worked)
             paths.remove_folder(home, name)
 
         writer.submit(kept)
 
     step()
+    snapshot()
+    writer.submit(lambda: None).result()
+    cost = copies[0] + works[0]
+    apart = max(settings.snapshot_seconds, cost / settings.snapshot_share)  # as the server has it
     end, snapshots = time.monotonic() + seconds, False
     while time.monotonic() < end:
         began, steps = time.perf_counter(), 0
         if snapshots:
             snapshot()
-        while time.perf_counter() - began < settings.snapshot_seconds:
+        while time.perf_counter() - began < apart:
             step()
             steps += 1
         times[snapshots].append((time.perf_counter() - began) / steps)
         snapshots = not snapshots
     writer.shutdown()
     plain, kept = (statistics.median(times[which]) for which in (False, True))
-    cost = statistics.median(copies) + statistics.median(writes)
+    cost = statistics.median(copies) + statistics.median(works)
     return {
         "model": base.info.name, "rank": rank, "tokens": tokens, "blocks": len(times[True]),
         "step_ms": round(1e3 * plain, 1), "step_ms_with_snapshots": round(1e3 * kept, 1),
         "slower_percent": round(100 * (kept / plain - 1), 2),
         "copy_ms": round(1e3 * statistics.median(copies), 2),
         "write_ms": round(1e3 * statistics.median(writes), 1),
-        "cost_percent": round(100 * cost / settings.snapshot_seconds, 2),
+        "write_cpu_ms": round(1e3 * statistics.median(works), 1),
+        "apart_s": round(apart, 1), "cost_percent": round(100 * cost / apart, 2),
     }  # fmt: skip
 
 

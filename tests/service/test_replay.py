@@ -71,6 +71,14 @@ async def alive(world):
     return service
 
 
+async def begun(service, session):
+    """The id of a model whose creation has been accepted."""
+    async with asyncio.timeout(10):
+        while not service._parts.models.of_session(session):
+            await asyncio.sleep(0.002)
+    return f"{session}:train:0"
+
+
 def restores(world):
     return [call[0] for call in world.learner.calls if call[0] in ("create", "restore")]
 
@@ -273,8 +281,7 @@ def test_a_creation_that_was_cut_is_made_again_with_its_seed(world):
         session = await service.create_session(OWNER)
         world.learner.gate.clear()
         making = asyncio.ensure_future(new_model(service, session))
-        await asyncio.sleep(0.05)
-        m = f"{session}:train:0"
+        m = await begun(service, session)
         behind = await submit(service, forward_backward(m, 1, [4]))
         seed = (await service.get_info(OWNER, m)).lora.seed
         making.cancel()
@@ -291,6 +298,29 @@ def test_a_creation_that_was_cut_is_made_again_with_its_seed(world):
         await service.stop()
 
     run(after(*run(before())))
+
+
+def test_what_was_refused_behind_a_creation_keeps_its_place(world):
+    async def before():
+        service = await alive(world)
+        session = await service.create_session(OWNER)
+        world.learner.gate.clear()
+        making = asyncio.ensure_future(new_model(service, session))
+        m = await begun(service, session)
+        with pytest.raises(Invalid):
+            await submit(service, forward_backward(m, 1, [99]))
+        making.cancel()
+        await kill(world, service)
+        return m
+
+    async def after(m):
+        service = await alive(world)
+        text = await error(service, await submit(service, optim_step(m, 2)))
+        assert "seq_id 1 failed" in text
+        await result(service, forward_backward(m, 3, [4]))
+        await service.stop()
+
+    run(after(run(before())))
 
 
 def test_an_unload_that_was_cut_is_finished(world):

@@ -99,21 +99,19 @@ class TakeUp:
         parts, model = self._parts, self._model
         model_id, base = model.record.model_id, model.record.base_model
         parts.models.add(model)
+        created = model.state != "creating"
+        snapshot = parts.snapshots.find(model_id) if created else None
+        first = int(created) if snapshot is None else snapshot.seq_id + 1
+        rows = self._rows(first)
+        found = plan(rows, self._gaps(), first)
+        before = self._before(snapshot, found) if created else ()
         gave_up = self._orders.lives.gave_up(model)
-        if model.state == "creating":
-            parts.lanes.open(model_id, base, gave_up)
-            found = plan(self._rows(1), self._gaps(), 1)
-            found = Plan((), 0, found.refused, found.doomed)
-        else:
-            snapshot = parts.snapshots.find(model_id)
-            first = 1 if snapshot is None else snapshot.seq_id + 1
-            found = plan(self._rows(first), self._gaps(), first)
-            before = self._before(snapshot, found)
-            parts.lanes.open(model_id, base, gave_up, next_seq=found.next_seq, before=before)
-            log.info("model %s comes back: %d requests to run again", model_id, len(found.steps))
+        parts.lanes.open(model_id, base, gave_up, next_seq=found.next_seq, before=before)
+        log.info("model %s comes back: %d requests to run again", model_id, len(found.steps))
         for seq_id, effect in found.refused:
             self._orders.use_up(model, seq_id, effect)
-        await self._take(pending, dict(found.doomed))
+        sizes = {row["seq_id"]: row["size"] for row in rows}
+        await self._take(pending, dict(found.doomed), sizes)
 
     def _rows(self, first: int) -> list[sqlite3.Row]:
         return self._parts.store.read(SINCE, (self._model.record.model_id, first))
@@ -145,11 +143,12 @@ class TakeUp:
         if snapshot is not None:
             parts.aside(partial(parts.snapshots.remove, snapshot.folder))
 
-    async def _take(self, pending: Sequence[Entry], doomed: dict[int, int]) -> None:
+    async def _take(
+        self, pending: Sequence[Entry], doomed: dict[int, int], sizes: dict[int, int]
+    ) -> None:
         """Every request that was pending gets its place again."""
         parts, orders, model = self._parts, self._orders, self._model
         model_id = model.record.model_id
-        sizes = {row["seq_id"]: row["size"] for row in self._rows(1)} if pending else {}
         for entry in sorted(pending, key=lambda entry: (entry.seq_id == UNLOAD, entry.seq_id)):
             if entry.seq_id in doomed:
                 error = not_run(model_id, entry.seq_id, doomed[entry.seq_id], "did not arrive")
@@ -161,7 +160,7 @@ class TakeUp:
                 await parts.lanes.put(model_id, job)
             else:
                 run = orders.journalled(entry.request_id, entry.kind, model)
-                job = orders.job(entry, model, run, sizes.get(entry.seq_id, 0))
+                job = orders.job(entry, model, run, sizes[entry.seq_id])
                 await parts.lanes.put(model_id, job)
 
     def _creation(self, entry: Entry) -> Run:

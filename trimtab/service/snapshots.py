@@ -8,8 +8,8 @@ there and runs again only what came later.
              in one commit, so that nothing depends on the checkpoint afterwards
 
 A snapshot is due when its cost, measured each time, is at most `snapshot_share` of the work since
-the last one; between two steps where that can be had (no gradient to write), within a window when
-it goes on for long. Knows no order and no requests.
+the last one (both in seconds of a core); between two steps where that can be had (no gradient to
+write), within a window when it goes on for long. Knows no order and no requests.
 """
 
 from __future__ import annotations
@@ -145,11 +145,8 @@ class Snapshots:
         loop = asyncio.get_running_loop()
         cost = max(2 * tally.cost, 1.0)  # of a try that fails: the next one waits
         try:
-            began = time.perf_counter()
-            folder, size = await loop.run_in_executor(
-                self._writer, paths.write_folder, self.home, write
-            )
-            cost = copied + time.perf_counter() - began
+            folder, size, worked = await loop.run_in_executor(self._writer, self._write, write)
+            cost = copied + worked
             old = await self._store.write(self.row(taken, folder))
             await loop.run_in_executor(self._writer, self.replaced, folder, old)
             log.debug(
@@ -163,6 +160,13 @@ class Snapshots:
         finally:
             with self._lock:
                 tally.cost, tally.writing = cost, False
+
+    def _write(self, write: Callable[[Path], int]) -> tuple[str, int, float]:
+        """A snapshot's folder and size, and the processor's time that writing it took: waiting for
+        the disk keeps nobody from working."""
+        began = time.thread_time()
+        folder, size = paths.write_folder(self.home, write)
+        return folder, size, time.thread_time() - began
 
     # ---- rows
 
