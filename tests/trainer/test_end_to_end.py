@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from trimtab.errors import Invalid
 from trimtab.trainer import Config, Task, checkpoints, train
 from trimtab.trainer.cli import main
 from trimtab.trainer.folder import Folder
+from trimtab.trainer.stopped import Stopped
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 
@@ -187,6 +189,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(server, tmp_path, uninterrupted)
         train(config(server, tmp_path, **RUN), DIGITS)
     train(config(server, tmp_path, **RUN | {"resume": True}), DIGITS)
     assert_same(lines(tmp_path), uninterrupted)
+
+
+def test_a_checkpoint_that_the_server_does_not_know_is_told_at_once(server, tmp_path):
+    with pytest.raises(Stopped, match=r"does not know start_from=tinker://a/weights/b; name"):
+        train(config(server, tmp_path / "new", start_from="tinker://a/weights/b"), DIGITS)
+    train(config(server, tmp_path, steps=1), DIGITS)
+    with Folder(tmp_path) as folder:
+        gone = folder.state().checkpoint.replace("/weights/", "/weights/not-")
+        folder.write_state(replace(folder.state(), checkpoint=gone))
+    with pytest.raises(Stopped, match=r"does not know the run's checkpoint .*; name another"):
+        train(config(server, tmp_path, steps=2, resume=True), DIGITS)
 
 
 def assert_same(found, expected):

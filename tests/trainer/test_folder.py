@@ -1,6 +1,7 @@
 """A run's folder: one owner, whole files, and a rewind to the last checkpoint."""
 
 import errno
+import io
 import json
 import os
 
@@ -8,6 +9,7 @@ import chz
 import pytest
 
 from trimtab.errors import Invalid
+from trimtab.trainer import folder as folder_module
 from trimtab.trainer import resume
 from trimtab.trainer.config import Config
 from trimtab.trainer.folder import Folder, State
@@ -58,6 +60,30 @@ def test_a_full_disk_is_told_with_what_to_do(tmp_path, monkeypatch):
         with pytest.raises(Stopped, match=r"the disk is full, so .*state.json .*--resume"):
             folder.write_state(STATE)
         assert folder.state() is None  # nothing half written
+
+
+class FullDisk(io.TextIOWrapper):
+    def flush(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_is_full_at_the_start_is_told_too(tmp_path, monkeypatch):
+    def full(path, mode, encoding):
+        return FullDisk(open(path, mode + "b"), encoding=encoding)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder_module, "open", full, raising=False)
+        with pytest.raises(Stopped, match=r"the disk is full, so .*run.lock could not be written"):
+            Folder(tmp_path).__enter__()
+    with Folder(tmp_path):
+        pass  # no lock was left behind
+
+
+@pytest.mark.parametrize("name", ["state.json", "config.json"])
+def test_a_damaged_file_is_named(tmp_path, name):
+    (tmp_path / name).write_text('{"step": 1')
+    with Folder(tmp_path) as folder, pytest.raises(Invalid, match=f"{name} is damaged"):
+        resume.begin(folder, Config(resume=True))
 
 
 def test_a_folder_with_a_run_is_not_written_over(tmp_path):

@@ -68,8 +68,38 @@ def test_a_reward_that_raises_names_its_line():
     assert "test_grading.py:" in found.message
 
 
-def test_a_reward_that_exits_is_no_exit():
-    assert graded(lambda c, i: (_ for _ in ()).throw(SystemExit(3))).kind == "raised"
+def leave(completion, item):
+    raise SystemExit(3)
+
+
+async def leave_later(completion, item):
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("reward", [leave, leave_later])
+def test_a_reward_that_exits_is_no_exit(reward):
+    found = graded(reward)
+    assert found.kind == "raised"
+    assert found.message.startswith("reward raised SystemExit: 3 (")
+    assert "test_grading.py:" in found.message
+
+
+def test_a_reward_may_raise_what_a_future_cannot_carry():
+    found = graded(lambda c, i: next(iter(())))
+    assert (found.kind, "StopIteration" in found.message) == ("raised", True)
+
+
+def test_a_reward_s_own_timeout_is_not_ours():
+    def plain(completion, item):
+        raise TimeoutError("the judge is slow")
+
+    async def later(completion, item):
+        raise TimeoutError("the judge is slow")
+
+    for reward in (plain, later):
+        found = graded(reward)
+        assert found.kind == "raised"
+        assert "TimeoutError: the judge is slow" in found.message
 
 
 def test_a_reward_that_hangs_does_not_hold_up_the_others():

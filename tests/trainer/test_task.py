@@ -59,6 +59,7 @@ def test_jsonl_prompts_with_a_reward_of_their_own(tmp_path):
         ("prompts = ['']\ndef reward(c, i): return 0", r"prompts\[0\]: the prompt is empty"),
         ("prompts = [{'prompt': ['x']}]\ndef reward(c, i): return 0", "role and content"),
         ("x = 1\n1 / 0", r"my_task.py:2 raised ZeroDivisionError at import"),
+        ("import sys\nsys.exit(2)", r"my_task.py:2 raised SystemExit at import: 2"),
         ("import nothing_of_that_name", "raised ModuleNotFoundError at import: No module"),
         ("def (", "my_task.py:1 raised SyntaxError"),
         ("prompts = 3\ndef reward(c, i): return 0", "must be a list, a function that returns one"),

@@ -5,11 +5,13 @@ The rolling one that a resume would need is never the one being written. Knows n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import tinker
 
 from trimtab.trainer.config import Config
+from trimtab.trainer.stopped import Stopped
 
 
 def due(config: Config, done: int) -> bool:
@@ -46,14 +48,30 @@ async def start(
     service: tinker.ServiceClient, config: Config, model: str, checkpoint: str | None
 ) -> tinker.TrainingClient:
     """A training client that goes on from a checkpoint, begins from one, or is new."""
+    client: tinker.TrainingClient
     if checkpoint is not None:
-        made = service.create_training_client_from_state_with_optimizer(checkpoint)
+        with _known(f"the run's checkpoint {checkpoint}", "base_url="):
+            client = await service.create_training_client_from_state_with_optimizer(checkpoint)
     elif config.start_from is not None:
-        made = service.create_training_client_from_state(config.start_from)
+        with _known(f"start_from={config.start_from}", "start_from="):
+            client = await service.create_training_client_from_state(config.start_from)
     else:
-        made = service.create_lora_training_client(model, rank=config.lora_rank, seed=config.seed)
-    client: tinker.TrainingClient = await made
+        client = await service.create_lora_training_client(
+            model, rank=config.lora_rank, seed=config.seed
+        )
     return client
+
+
+@contextmanager
+def _known(what: str, option: str) -> Iterator[None]:
+    """A checkpoint that the server has never seen, or no longer has, is not worth another try."""
+    try:
+        yield
+    except tinker.NotFoundError as error:
+        raise Stopped(
+            f"the server does not know {what}; name another with {option}, or begin anew in "
+            "another folder with log_path="
+        ) from error
 
 
 async def delete(rest: tinker.RestClient, paths: Sequence[str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ runs again. Knows no server.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trimtab.errors import Invalid
-from trimtab.trainer.stopped import told
+from trimtab.trainer.stopped import Stopped, told
 
 LINES = ("metrics.jsonl", "transcripts.jsonl", "failures.jsonl")
 
@@ -69,15 +70,21 @@ class Folder:
                 f"{self.path} is in use by a run of {_owner(lock)}; wait for it, or choose "
                 "another folder with log_path="
             ) from error
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()}")
-        lock.flush()
         self._lock = lock
+        try:
+            with told(self.path / "run.lock"):
+                lock.truncate(0)
+                lock.write(f"process {os.getpid()}")
+                lock.flush()
+        except Stopped:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._lock is not None:
-            self._lock.close()
+            with contextlib.suppress(OSError):  # what a full disk left unwritten
+                self._lock.close()
             self._lock = None
 
     # ---- what a run leaves
@@ -123,7 +130,12 @@ class Folder:
         path = self.path / name
         if not path.exists():
             return None
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = _parsed(path.read_text(encoding="utf-8"))
+        if found is None:
+            raise Invalid(
+                f"{path} is damaged (it is no JSON object); put a copy in its place, or start "
+                "another run with log_path="
+            )
         return found
 
     def _replace(self, name: str, value: Mapping[str, Any]) -> None:

@@ -66,18 +66,23 @@ class Grader:
 
     async def _call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         async with self.places:
+            limit = asyncio.timeout(self.timeout)
             try:
-                async with asyncio.timeout(self.timeout):
+                async with limit:
                     if inspect.iscoroutinefunction(function):
                         return await function(*arguments)
                     found = await in_thread(function, *arguments)
                     return await found if inspect.isawaitable(found) else found
-            except TimeoutError:
-                return Failure("timeout", f"{name} did not return within {self.timeout:g} s")
-            except Exception as error:  # a user's function may raise anything
-                at = traceback.extract_tb(error.__traceback__)[-1]
-                told = f"{name} raised {type(error).__name__}: {error}"
-                return Failure("raised", f"{told} ({at.filename}:{at.lineno})")
+            except (Exception, SystemExit) as error:  # a user's function may raise anything
+                if limit.expired():
+                    return Failure("timeout", f"{name} did not return within {self.timeout:g} s")
+                return _raised(name, error.cause if isinstance(error, Left) else error)
+
+
+def _raised(name: str, error: BaseException) -> Failure:
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    told = f"{name} raised {type(error).__name__}: {error}"
+    return Failure("raised", f"{told} ({at.filename}:{at.lineno})")
 
 
 def check_reward(found: Any) -> float | Failure:
@@ -98,6 +103,15 @@ def _shown(value: Any) -> str:
     return f"{text} (a {type(value).__name__})"
 
 
+class Left(Exception):
+    """What a function on a thread raised. It travels wrapped, for a future takes no StopIteration,
+    and a SystemExit would end the event loop."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(repr(cause))
+        self.cause = cause
+
+
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
     """Run on a new daemon thread. Cancelling stops the waiting, not the thread."""
     loop = asyncio.get_running_loop()
@@ -115,8 +129,8 @@ async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
         result, error = None, None
         try:
             result = function(*arguments)
-        except BaseException as caught:  # carried to the waiting task, SystemExit too
-            error = RuntimeError(repr(caught)) if not isinstance(caught, Exception) else caught
+        except BaseException as caught:  # carried to the waiting task
+            error = Left(caught)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, result, error)
 

@@ -204,7 +204,7 @@ def import_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         line = _line_in(path, error)
         raise Invalid(f"{path}{line} raised {type(error).__name__} at import: {error}") from error
     finally:
