@@ -84,6 +84,45 @@ def train(context: typer.Context) -> None:
     command(context)
 
 
+@app.command()
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="A folder of `tinker checkpoint download`.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
+    base: Annotated[
+        str | None,
+        typer.Option(help="The base model: a folder, a hub id or a fetched name; else its own."),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        typer.Option(help="What the weights are stored in; auto takes the base model's."),
+    ] = "auto",
+) -> None:
+    """Put an adapter into its base model, for what loads no adapters."""
+    with _told():
+        from trimtab.engine import merge as merging
+
+        merging.merge(adapter, _base_folder(base, adapter), out, dtype)
+    typer.echo(f"wrote {out}")
+
+
+def _base_folder(base: str | None, adapter: Path) -> Path:
+    """The folder of the base model that was named, or that the adapter names."""
+    from trimtab.config import model_source
+    from trimtab.engine.merge import read_config
+    from trimtab.errors import Invalid
+
+    named = base or str(read_config(adapter).get("base_model_name_or_path"))
+    try:
+        found = model_source(named)
+    except ValueError as error:
+        raise Invalid(f"base: {error}") from None
+    if found.folder:
+        return found.path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(named))
+
+
 keys_app = typer.Typer(
     help="Create, list and revoke the keys that clients present; a running server follows at once.",
     no_args_is_help=True,

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
 from tinker.lib.internal_client_holder import sessionless_holder_cache
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner as TyperRunner
+
+from trimtab.cli import app as trimtab_cli
 
 from .live import MODEL
 
@@ -124,6 +129,23 @@ def test_checkpoint_download_of_both_kinds(tinker_cli, alices, tmp_path):
     assert "Sampler checkpoints cannot be downloaded" in refused
     left = tinker_cli("checkpoint", "list", "--limit", "0")["checkpoints"]
     assert not [each for each in left if each["checkpoint_id"] == "external_weights/download"]
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_download_merged_answers_as_the_server_does(tinker_cli, alices, model_folder, tmp_path):
+    folder = tinker_cli("checkpoint", "download", alices.weights)["destination"]
+    merged = str(tmp_path / "merged")
+    done = TyperRunner().invoke(trimtab_cli, ["merge", folder, merged, "--base", str(model_folder)])
+    assert done.exit_code == 0, done.output
+    model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
+    tokens = torch.tensor([[5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        logprobs = model(tokens).logits.log_softmax(-1)[0]
+    found = logprobs[torch.arange(4), tokens[0, 1:]].tolist()
+    assert found == pytest.approx(alices.logprobs[1:], abs=1e-4)
+    nowhere = ["merge", folder, str(tmp_path / "x"), "--base", "/nowhere"]
+    refused = TyperRunner().invoke(trimtab_cli, nowhere)
+    assert refused.exit_code == 1 and "there is no folder '/nowhere'" in refused.stderr
 
 
 def test_session_export_trace(tinker_cli, alices, tmp_path):
