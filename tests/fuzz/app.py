@@ -76,8 +76,7 @@ class App:
     app: Any
     store: Store
     errors: Errors
-    asked: int = 0
-    promised: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)  # failures that were reported already
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(work)

@@ -50,12 +50,14 @@ def count(app: App, sql: str) -> int:
 
 
 async def quiet(app: App) -> None:
-    """Wait until nothing is pending; raises TimeoutError where something hangs."""
-    until = time.monotonic() + SECONDS
-    while count(app, "requests WHERE state = 'pending'"):
+    """Wait until nothing is pending; raises TimeoutError where something hangs, in the journal or
+    in memory."""
+    until, futures = time.monotonic() + SECONDS, app.service._parts.futures
+    while count(app, "requests WHERE state = 'pending'") or futures._live:
         if time.monotonic() > until:
             rows = app.store.read("SELECT request_id, kind FROM requests WHERE state = 'pending'")
-            raise TimeoutError(f"pending for {SECONDS:g} s: {[tuple(row) for row in rows]}")
+            held = [tuple(row) for row in rows] or list(futures._live)
+            raise TimeoutError(f"pending for {SECONDS:g} s: {held[:5]}")
         await asyncio.sleep(0.02)
 
 

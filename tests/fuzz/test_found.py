@@ -1,11 +1,12 @@
 """What fuzzing has found, each by its name."""
 
 import json
+import shutil
 
 import pytest
 
-from .app import BASE, Sent
-from .bodies import JSON_BODIES, headers, post
+from .app import BASE, MODEL, Sent
+from .bodies import JSON_BODIES, done, headers, post
 from .judge import MOST
 
 
@@ -49,6 +50,25 @@ def test_a_stop_id_of_65_bits(app, world):
     body["sampling_params"]["stop"] = [0, 2**63]
     detail = refused(app, "/asample", json.dumps(body).encode(), 400)
     assert detail.startswith("sampling_params.stop[1]: 9223372036854775808 is outside")
+
+
+def test_a_checkpoint_deleted_while_it_is_loaded(app, world, monkeypatch):
+    """It was an internal error; the model is as before, and so is the server."""
+    saved = post(app, "save_weights", model_id=world.model, seq_id=world.next_training(), path="b")
+    path = json.loads(done(app, saved["request_id"]))["path"]
+    learner = app.service._parts.engines[MODEL].learner
+    load_state = learner.load_state
+
+    def late(model_id, folder, *, optimizer):
+        shutil.rmtree(folder)
+        return load_state(model_id, folder, optimizer=optimizer)
+
+    monkeypatch.setattr(learner, "load_state", late)
+    sent = post(app, "load_weights", model_id=world.model, seq_id=world.next_training(),
+                path=path, optimizer=True)  # fmt: skip
+    found = json.loads(done(app, sent["request_id"]))
+    assert found["category"] == "user"
+    assert found["error"] == f"checkpoint {path!r} was deleted while it was being loaded"
 
 
 def test_the_same_world_still_works(app, world):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from trimtab.errors import Invalid, Lost
+from trimtab.errors import Invalid, Lost, NotFound
 from trimtab.service import external, ids, ledger, paths
 from trimtab.service.checkpoints import Checkpoint, Weights, exists_error, same
 from trimtab.service.futures import SqlWrite
@@ -102,9 +102,15 @@ class Jobs:
                     f"checkpoint {request.path!r} belongs to {found.record.base_model}, this model"
                     f" to {self.model.record.base_model}"
                 )
-            folder = self._folder(found)
-            with self._linked(seq_id, folder, optimizer=request.optimizer) as snapshot:
-                self.engine.learner.load_state(self.model_id, folder, optimizer=request.optimizer)
+            folder, optimizer = self._folder(found), request.optimizer
+            try:
+                with self._linked(seq_id, folder, optimizer=optimizer) as snapshot:
+                    self.engine.learner.load_state(self.model_id, folder, optimizer=optimizer)
+            except FileNotFoundError:
+                if folder.is_dir():
+                    raise
+                gone = f"checkpoint {request.path!r} was deleted while it was being loaded"
+                raise NotFound(gone) from None
             self.model.window.take()
             self.model.contents = ids.request_id(self.model_id, seq_id)
             return self._ready(LoadWeightsResult(request.path, self.model_id), snapshot)
