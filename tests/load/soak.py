@@ -170,12 +170,12 @@ def plot(points: list[Point], sessions: int, path: Path) -> None:
     minutes = [point.seconds / 60 for point in points]
     figure, (top, low) = pyplot.subplots(2, 1, figsize=(8, 5), sharex=True, layout="constrained")
     top.plot(minutes, [point.memory_mib for point in points], color="tab:blue")
-    top.set(ylabel="resident memory (MiB)", ylim=(0, None))
+    top.set(ylabel="resident memory (MiB)", ylim=(0, 1.2 * max(p.memory_mib for p in points)))
     top.set_title(f"{sessions} sessions open, work and vanish")
     for name, label in (("files", "open files"), ("threads", "threads"),
                         ("sessions", "open sessions"), ("models", "loaded models")):  # fmt: skip
         low.plot(minutes, [getattr(point, name) for point in points], label=label)
-    low.set(xlabel="minutes", ylim=(0, None))
+    low.set(xlabel="minutes", ylim=(0, 1.35 * max(p.files for p in points)))
     low.legend(ncols=4, loc="upper center", fontsize="small")
     figure.savefig(path, dpi=110)
 
@@ -196,7 +196,7 @@ def main() -> int:
     print(json.dumps(found, indent=1))
     if options.out is not None:
         run = {"minutes": options.minutes, "sessions": options.sessions}
-        text = {**run, **found, "points": [list(asdict(p).values()) for p in points[::5]],
+        text = {**run, **found, "points": [list(asdict(p).values()) for p in points[::2]],
                 "columns": list(asdict(points[0]))}  # fmt: skip
         options.out.write_text(json.dumps(text) + "\n")
     if options.plot is not None:
