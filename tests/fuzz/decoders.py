@@ -2,7 +2,7 @@
 
     python -m tests.fuzz.decoders --runs 200000
 
-Needs atheris (`pip install atheris`, Linux), which the package does not: where it is missing this
+Needs atheris (`pip install '.[fuzz]'`, Linux), which the package does not: where it is missing this
 says so and ends well. The first byte of each input picks the decoder.
 """
 
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if importlib.util.find_spec("atheris") is None:
-        print("decoders: not fuzzed, atheris is not installed (pip install atheris)")
+        print("decoders: not fuzzed, atheris is not installed (pip install '.[fuzz]')")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         explore(Path(folder), options.runs, options.seconds, options.seed)
