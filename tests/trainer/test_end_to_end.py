@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -189,6 +190,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(server, tmp_path, uninterrupted)
         train(config(server, tmp_path, **RUN), DIGITS)
     train(config(server, tmp_path, **RUN | {"resume": True}), DIGITS)
     assert_same(lines(tmp_path), uninterrupted)
+
+
+def test_a_server_that_is_not_there_is_told_at_once(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        begun = time.monotonic()
+        with pytest.raises(Stopped, match=f"nothing answers at {url} .*trimtab serve"):
+            train(config(url, tmp_path), DIGITS)
+    assert time.monotonic() - begun < 10
 
 
 def test_a_checkpoint_that_the_server_does_not_know_is_told_at_once(server, tmp_path):

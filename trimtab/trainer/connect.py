@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,23 @@ LOCAL_KEY = "tml-local"  # a server on this machine takes any key, but the SDK w
 
 def address(config: Config) -> str | None:
     return config.base_url or os.environ.get("TINKER_BASE_URL") or None
+
+
+def reach(config: Config, timeout: float = 5.0) -> None:
+    """Whether somebody listens there, before a run begins: the SDK would try for many minutes.
+    Behind a proxy that cannot be seen from here, and the SDK has to find out."""
+    url = urlsplit(address(config) or "")
+    host = url.hostname
+    if host is None or (urllib.request.getproxies() and not urllib.request.proxy_bypass(host)):
+        return
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        socket.create_connection((host, port), timeout).close()
+    except OSError as error:
+        raise Stopped(
+            f"nothing answers at {url.geturl()} ({error.strerror or error}); start the server "
+            "there (`trimtab serve` prints its address), or name another with base_url="
+        ) from error
 
 
 def service_client(config: Config, purpose: str) -> tinker.ServiceClient:

@@ -50,6 +50,8 @@ async def train_async(
     goal = objective(config)
     path = Path(config.log_path) if config.log_path else resume.default_path(config, task.name)
     with Folder(path) as folder:
+        if service is None:
+            connect.reach(config)
         plan = Plan(config, task, goal, folder)
         return await plan.see_through(resume.begin(folder, config), service)
 
