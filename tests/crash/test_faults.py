@@ -140,6 +140,26 @@ def test_a_snapshot_that_was_cut_short(nursery, crash_model, tmp_path):
     assert home.stop() == 0
 
 
+def test_a_client_that_fell_silent_is_told_where_its_weights_are(home):
+    home.start(hook="crash.hooks:short_sessions")
+    service = tinker.ServiceClient(base_url=home.url, api_key="tml-local")
+    training = service.create_lora_training_client(MODEL, rank=4, seed=1).result()
+    training.forward_backward(batch(3), "cross_entropy").result()
+    training.optim_step(types.AdamParams(learning_rate=0.02)).result()
+    before = training.forward(batch(3), "cross_entropy").result().metrics["loss:sum"]
+    path = f"tinker://{training.model_id}/weights/session-end"
+    time.sleep(5.0)
+    with pytest.raises(tinker.APIStatusError, match=f"has expired.* were saved: '{path}'"):
+        training.forward(batch(3), "cross_entropy").result()
+    again = tinker.ServiceClient(base_url=home.url, api_key="tml-local")
+    resumed = again.create_training_client_from_state_with_optimizer(path).result()
+    found = resumed.forward(batch(3), "cross_entropy").result().metrics["loss:sum"]
+    assert found == before
+    assert home.stop() == 0
+    for client in (service, again):
+        client.holder.close()
+
+
 def test_a_second_server_on_the_directory_is_refused(home):
     home.start()
     service = tinker.ServiceClient(base_url=home.url, api_key="tml-local")
