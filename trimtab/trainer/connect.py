@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import tinker
 from tinker.lib.retryable_exception import RetryableException
 
+from trimtab import modelstore
 from trimtab.errors import Invalid
 from trimtab.trainer.config import Config
 from trimtab.trainer.stopped import RESUME, ServerLost, Stopped
@@ -94,6 +95,8 @@ async def choose_model(rest: tinker.RestClient, wanted: str) -> Model:
     }
     if not wanted and len(models) == 1:
         return next(iter(models.values()))
+    if wanted in modelstore.KNOWN:
+        wanted = modelstore.KNOWN[wanted].name
     if wanted in models:
         return models[wanted]
     # A server started for this run names its one model after `name=folder` or after the folder.
