@@ -47,7 +47,7 @@ setup: $(VENV)/dev.stamp ## make .venv with everything
 demo: $(VENV)/run.stamp $(if $(filter smollm2,$(MODEL)),model-smollm2) ## RL on a tiny model; MODEL=smollm2 for a pretrained one
 	$(BIN)/python -m recipes.demo --model '$(MODEL)' --out runs/demo$(if $(filter tiny,$(MODEL)),,-$(MODEL))
 
-demo-seeds: $(VENV)/run.stamp ## the same over SEEDS=3 seeds, each beside its control
+demo-seeds: $(VENV)/run.stamp ## the same over SEEDS=3 seeds: both algorithms and a control each
 	$(BIN)/python -m recipes.demo --seeds $(SEEDS) --out runs/demo-seeds
 
 model-smollm2: $(VENV)/run.stamp ## fetch and convert SmolLM2-135M-Instruct, once
