@@ -65,11 +65,11 @@ def held_out(losses: tuple[str, ...] = LOSSES) -> list[Cell]:
 
 
 def bias_and_staleness(variants: tuple[str, ...]) -> list[Cell]:
-    """The two named columns: a persistent rounding bias (`walk` under int4) against staleness on
-    raw rewards (`climb` under int8)."""
-    columns = [("walk", "int4", s) for s in (0, 4, 16)] + [
-        ("climb", "int8", s) for s in (4, 16, 64)
-    ]
+    """The two named columns: a rounding bias that never closes (`walk`, under the served int4 and
+    under merged weights rounded to 3 bits) against staleness on raw rewards (`climb`, int8)."""
+    columns = [("walk", "int4", s) for s in (0, 4)]
+    columns += [("walk", "merged 3 bit", s) for s in (0, 4)]
+    columns += [("climb", "int8", s) for s in (4, 16, 64)]
     return [
         Cell(task, loss, staleness, numerics, seed)
         for seed in SEEDS[:2]
@@ -79,11 +79,11 @@ def bias_and_staleness(variants: tuple[str, ...]) -> list[Cell]:
 
 
 def alternatives(losses: tuple[str, ...] = ALTERNATIVES) -> list[Cell]:
-    """The losses that are not served, beside ours: every staleness at int8 and int4 at 4."""
+    """The losses that are not served, beside ours: every staleness at int8 and int4 at 4,
+    on the first seed."""
     points = [(staleness, "int8") for staleness in STALENESS] + [(4, "int4")]
     return [
-        Cell(task, loss, staleness, numerics, seed)
-        for seed in SEEDS[:2]
+        Cell(task, loss, staleness, numerics, SEEDS[0])
         for task in TASKS
         for loss in ("stable_reinforce", *losses)
         for staleness, numerics in points

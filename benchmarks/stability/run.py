@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.stability.cells import Cell
+from benchmarks.stability.merged import BITS, MergedSampler
 from benchmarks.stability.policy import base_policy
 from benchmarks.stability.tasks import TASKS, Task, advantages
 from benchmarks.stability.variants import SCORED, VARIANTS
@@ -40,6 +41,17 @@ from trimtab.types import (
 PROMPTS, GROUP, STEPS, WARMUP = 6, 6, 96, 8
 EVALUATE_EVERY, EVALUATION_PROMPTS = 8, 96
 LEARNING_RATE = 3e-3
+RANK = 32
+
+
+def _load(folder: Path, numerics: str) -> BaseModel:
+    return BaseModel.load("bench/policy", folder, learner_dtype="float32", sampler_dtype=numerics)
+
+
+def _sampler(numerics: str, folder: Path, scratch: Path) -> TorchSampler | MergedSampler:
+    if numerics in BITS:
+        return MergedSampler(folder, scratch, numerics, RANK)
+    return TorchSampler(_load(folder, numerics))
 
 
 class Policy:
@@ -47,20 +59,16 @@ class Policy:
 
     def __init__(self, cell: Cell, cache: Path, scratch: Path) -> None:
         folder = base_policy(cell.task, cache)
-        self.base = BaseModel.load(
-            "bench/policy", folder, learner_dtype="float32", sampler_dtype=cell.numerics
-        )
-        self.exact_base = BaseModel.load(
-            "bench/policy", folder, learner_dtype="float32", sampler_dtype="float32"
-        )
+        self.exact_base = _load(folder, "float32")
         losses = LOSSES | EXPERIMENTAL | VARIANTS
         self.learner = TorchLearner(
-            self.base, micro_batch_tokens=4096, max_lora_rank=128, losses=losses
+            self.exact_base, micro_batch_tokens=4096, max_lora_rank=128, losses=losses
         )
         self.config = {k: v.default for k, v in losses[cell.loss].spec.config.items()}
-        self.sampler, self.exact = TorchSampler(self.base), TorchSampler(self.exact_base)
+        self.sampler = _sampler(cell.numerics, folder, scratch)
+        self.exact = TorchSampler(self.exact_base)
         self.scratch, self.cell = scratch, cell
-        self.learner.create("policy", LoraConfig(rank=32, seed=cell.seed))
+        self.learner.create("policy", LoraConfig(rank=RANK, seed=cell.seed))
 
     def __enter__(self) -> Policy:
         self.sampler.start()
