@@ -19,7 +19,7 @@ from trimtab.service.keys import FILE, Keys
 from trimtab.wire.access import LINK_SECONDS, TOKEN_SECONDS, Access, InvalidToken
 from trimtab.wire.calls import WireSettings
 
-from .live import MODEL
+from .live import MODEL, connected
 
 
 class Clock:
@@ -284,6 +284,17 @@ def test_the_sdk_refreshes_its_token_and_replaces_a_rejected_one(shared):
             await auth.close()
 
     asyncio.run(scenario())
+
+
+def test_a_client_whose_token_is_refused_in_mid_session_goes_on(shared):
+    with connected(shared.server, shared.alice) as client:
+        client.create_sampling_client(base_model=MODEL).result()
+        auth = client.holder._default_auth
+        stranger = jwt.encode({"exp": time.time() + 600}, b"x" * 32, "HS256")
+        auth._token = stranger
+        client.create_sampling_client(base_model=MODEL).result()
+        assert auth._token != stranger
+        assert claims_of(auth._token)["sub"] == "tml:user:alice"
 
 
 def test_a_key_made_and_revoked_beside_a_running_server(shared):
