@@ -125,7 +125,7 @@ WRONG_DATA = {
     "no advantages": ([datum(logprobs=floats([-1, -1]))], "cispo", {}, "advantages"),
     "unknown input": ([datum(mask=floats([1, 1]))], "cross_entropy", {}, "mask"),
     "unknown loss": ([datum()], "crossentropy", {}, "crossentropy"),
-    "no custom loss": ([datum()], "custom", {"loss_id": "x"}, "custom"),
+    "no such custom loss": ([datum()], "custom", {"loss_id": "x"}, "loss_id"),
     "unknown key": ([rl()], "ppo", {"clip_hihg_threshold": 1.2}, "clip_high_threshold"),
     "text for a number": ([rl()], "ppo", {"clip_high_threshold": "x"}, "clip_high_threshold"),
     "NaN in the config": ([rl()], "dro", {"beta": float("nan")}, "beta"),
