@@ -37,9 +37,9 @@ STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 def encode(result: Result) -> tuple[bytes, str]:
     """The body and its content type."""
     if isinstance(result, ForwardBackwardResult):
-        return forward_backward(result).SerializeToString(), PROTOBUF
+        return forward_backward(result).SerializeToString(deterministic=True), PROTOBUF
     if isinstance(result, SampleResult):
-        return sample(result).SerializeToString(), PROTOBUF
+        return sample(result).SerializeToString(deterministic=True), PROTOBUF
     # Not orjson: a step's metrics may hold inf or nan, which the client's reader accepts.
     return json.dumps(_plain(result)).encode(), JSON
 
