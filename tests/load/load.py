@@ -68,12 +68,16 @@ async def _awaited(work: Awaitable[Measured]) -> Measured:
 
 async def raw(process: Process, samples: int, rounds: int) -> Measured:
     async with scenarios.raw_draw(process.url) as draw:
-        return await scenarios.storm(process.url, samples, rounds, draw, sessions=8)
+        return await scenarios.storm(
+            process.url, samples, rounds, draw, sessions=8, pid=process.pid
+        )
 
 
 async def sdk(process: Process, samples: int, rounds: int) -> Measured:
     async with scenarios.sdk_draw(process.url) as draw:
-        return await scenarios.storm(process.url, samples, rounds, draw, sessions=8)
+        return await scenarios.storm(
+            process.url, samples, rounds, draw, sessions=8, pid=process.pid
+        )
 
 
 def too_slow(name: str, found: Measured) -> bool:

@@ -18,26 +18,35 @@ Measured = dict[str, float]
 
 
 async def storm(
-    url: str, samples: int, rounds: int, draw: Callable[[int], Awaitable[None]], *, sessions: int
+    url: str,
+    samples: int,
+    rounds: int,
+    draw: Callable[[int], Awaitable[None]],
+    *,
+    sessions: int,
+    pid: int | None = None,
 ) -> Measured:
     """`draw(i)` for `samples` values of i at once, `rounds` times, while `sessions` sessions send a
-    heartbeat every 0.5 s and a model is trained step after step."""
+    heartbeat every 0.5 s and a model is trained step after step. `loop_busy` is what the event
+    loop of process `pid` computed while a heartbeat was on its way."""
     done, clock = asyncio.Event(), asyncio.get_running_loop().time
     steps = asyncio.ensure_future(training(url, done))
-    async with heartbeats(url, sessions) as found:
+    async with heartbeats(url, sessions, pid) as found:
         started = clock()
         for number in range(rounds):
             await asyncio.gather(*(draw(samples * number + i) for i in range(samples)))
         seconds = clock() - started
     done.set()
+    clocked, busy = (sorted(column) for column in zip(*found, strict=True))
     return {
         "samples": samples * rounds,
         "seconds": seconds,
         "optimizer_steps": await steps,
         "heartbeats": len(found),
-        "heartbeat_p50_ms": 1000 * quantile(found, 0.5),
-        "heartbeat_p99_ms": 1000 * quantile(found, 0.99),
-        "heartbeat_max_ms": 1000 * found[-1],
+        "heartbeat_p50_ms": 1000 * quantile(clocked, 0.5),
+        "heartbeat_p99_ms": 1000 * quantile(clocked, 0.99),
+        "heartbeat_max_ms": 1000 * clocked[-1],
+        "loop_busy_p99_ms": 1000 * quantile(busy, 0.99),
     }
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trimtab.errors import Stopping, TooLarge, TrimtabError, Unauthorized
 from trimtab.wire import (
@@ -126,6 +127,23 @@ HUB = (
 )
 
 
+PROMPT = frozenset({f"{BASE}/session_heartbeat", f"{BASE}/healthz"})
+
+
+class Queued:
+    """Lets calls in a few at a turn of the loop, before anything is done for them, so that those
+    that say somebody is alive (PROMPT) need not wait behind a burst of hundreds."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._turnstile = gate.turnstile
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PROMPT:
+            await self._turnstile.enter()
+        await self._app(scope, receive, send)
+
+
 def create_app(gate: Gate, settings: WireSettings, codec: WireCodec) -> Starlette:
     """The ASGI application. It answers 503 until `gate.open(service)`."""
     access = Access(settings.api_keys, settings.keys)
@@ -138,7 +156,11 @@ def create_app(gate: Gate, settings: WireSettings, codec: WireCodec) -> Starlett
         for prefix, table in ((BASE, ROUTES), ("", HUB))
         for route in table
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+    app = Starlette(
+        routes=routes,
+        middleware=[Middleware(Queued, gate=gate)],
+        exception_handlers={HTTPException: _unrouted},
+    )
     app.router.redirect_slashes = False  # a redirect of ours would go where the Host header says
     return app
 

@@ -26,7 +26,7 @@ from trimtab.wire.turnstile import Turnstile
 
 T = TypeVar("T")
 
-SAMPLES_A_TURN = 8  # accepted between two looks at the sockets; each takes about a millisecond
+CALLS_A_TURN = 8  # let in between two looks at the sockets; each takes about a millisecond
 _INLINE = 64 * 2**10  # larger bodies are read on a worker thread
 
 
@@ -56,7 +56,7 @@ class Gate:
     def __init__(self) -> None:
         self._service: Service | None = None
         self.closing = asyncio.Event()
-        self.samples = Turnstile(SAMPLES_A_TURN)
+        self.turnstile = Turnstile(CALLS_A_TURN)
 
     def open(self, service: Service) -> None:
         self._service = service

@@ -18,6 +18,7 @@ async def retrieve_future(call: Call) -> Response:
     metadata_only = fields.flag("allow_metadata_only", False)
     hold = call.settings.hold_seconds
     outcome = await call.held(call.service.retrieve(call.owner, request_id, hold))
+    await call.gate.turnstile.enter()  # many polls may end at one moment
     if outcome.state == "pending":
         return _try_again(request_id)
     if outcome.state == "failed":

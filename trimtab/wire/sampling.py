@@ -35,5 +35,4 @@ async def join_sampling_session(call: Call) -> Response:
 
 
 async def asample(call: Call) -> Response:
-    await call.gate.samples.enter()
     return await submit(call, "sample")
