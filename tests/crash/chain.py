@@ -46,6 +46,8 @@ class Chain:
         status = self.home.stop()
         if status != 0:
             self.trouble.append(f"the last server ended with {status}: {self.home.tail()}")
+        if "gives another result" in self.home.log.read_text():
+            self.trouble.append(f"a replay gave another result: {self.home.tail()}")
         return self
 
     def _kill(self, done: threading.Event) -> None:
