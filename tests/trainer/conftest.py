@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -29,17 +30,16 @@ def server(tiny_model, tmp_path_factory):
 
 
 def serve(model, data_dir, log, port=0):
+    """Its output goes to files: with a pipe that nobody reads the server would end at a print."""
     command = [sys.executable, "-m", "trimtab.cli", "serve", "--model", f"{MODEL}={model}"]
     command += ["--port", str(port), "--data-dir", str(data_dir)]
-    with open(log, "ab") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-    with process.stdout:
-        line = process.stdout.readline()
-        found = re.search(r"http://\S+", line)
-        assert found, f"{line}\n{log.read_text()}"
-        for _ in range(2):
-            process.stdout.readline()
-    return process, found[0]
+    said = log.with_suffix(".out")
+    with open(log, "ab") as errors, open(said, "wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=errors)
+    while not (found := re.search(r"at (http://\S+)\n", said.read_text())):
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.05)
+    return process, found[1]
 
 
 @pytest.fixture(autouse=True)
