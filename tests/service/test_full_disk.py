@@ -69,7 +69,9 @@ def test_an_outcome_waits_for_room_and_nothing_runs_ahead_of_it(world, caplog):
             await fill(service)
             world.learner.gate.set()
             world.sampler.let_go()
-            await asyncio.sleep(0.3)
+            async with asyncio.timeout(10):
+                while caplog.text.count("waits for the disk") < 2:
+                    await asyncio.sleep(0.01)
             for promise in (first, second, drawn):
                 assert (await outcome(service, promise, 0.0)).state == "pending"
             assert ("optim_step", m) not in world.learner.calls
@@ -85,7 +87,7 @@ def test_an_outcome_waits_for_room_and_nothing_runs_ahead_of_it(world, caplog):
     run(script())
 
 
-def test_a_kill_on_a_full_disk_loses_nothing(world):
+def test_a_kill_on_a_full_disk_loses_nothing(world, caplog):
     from .test_replay import alive, kill, settled
 
     async def script():
@@ -95,7 +97,9 @@ def test_a_kill_on_a_full_disk_loses_nothing(world):
         first = await submit(service, wide(m, 1, 3))
         await fill(service)
         world.learner.gate.set()
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(10):
+            while "waits for the disk" not in caplog.text:
+                await asyncio.sleep(0.01)
         assert world.learner.windows[m] == 5400.0  # it ran, and nobody was told
         await kill(world, service)
         service = await alive(world)
@@ -123,9 +127,10 @@ def test_a_snapshot_that_cannot_be_written_is_taken_later(tmp_path, caplog):
         world.learner.on_save = full
         await result(service, forward_backward(m, 1, [3]))
         await result(service, optim_step(m, 2))
-        await asyncio.sleep(0.05)
-        assert service._parts.snapshots.find(m) is None
-        assert "no snapshot" in caplog.text and "No space left" in caplog.text
+        async with asyncio.timeout(10):
+            while "no snapshot" not in caplog.text:
+                await asyncio.sleep(0.01)
+        assert service._parts.snapshots.find(m) is None and "No space left" in caplog.text
         kept = service._parts.store.read("SELECT seq_id FROM bodies WHERE key = ?", (m,))
         assert [row["seq_id"] for row in kept] == [1, 2]  # so it can be run again all the same
         world.learner.on_save = lambda: None

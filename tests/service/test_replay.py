@@ -447,6 +447,31 @@ def test_records_stay_until_a_snapshot_covers_their_use(world):
     run(after(*run(before())))
 
 
+def test_a_result_the_journal_cannot_take_is_no_part_of_a_step(tmp_path):
+    """Told as failed, it spoils its window, and no snapshot has it."""
+    world = World(tmp_path, ALWAYS)
+
+    async def script():
+        service = await alive(world)
+        m = await new_model(service)
+        row = (f"{m}:1",)
+        await service._parts.store.write(
+            lambda db: db.execute("INSERT INTO results VALUES (?, x'00')", row)
+        )
+        failed = await submit(service, forward_backward(m, 1, [4]))
+        assert "UNIQUE constraint" in await error(service, failed)
+        await asyncio.sleep(0.05)
+        assert service._parts.snapshots.find(m) is None
+        assert service._parts.models.find(m).window.failed == [1]
+        await kill(world, service)
+        service = await alive(world)
+        text = await error(service, await submit(service, optim_step(m, 2)))
+        assert "seq_id 1 failed" in text
+        await service.stop()
+
+    run(script())
+
+
 def test_another_result_than_before_is_an_error_in_the_log(world, caplog):
     async def script():
         service = await alive(world)

@@ -275,6 +275,21 @@ def test_records_beyond_their_bound_go_early(tmp_path):
     run(script())
 
 
+def test_the_bound_spares_what_a_replay_may_need(tmp_path):
+    world = World(tmp_path, replace(QUIET, max_record_bytes=0, storage_seconds=0.0))
+
+    async def script():
+        async with world.service() as service:
+            _, m, name, drawn = await prepared(world, service)
+            await result(service, sample(name.rsplit(":", 2)[0], 1, record=True))
+            await result(service, train(m, 1, name, drawn))
+            await service.sweep()
+            rows = service._parts.store.read("SELECT sequence_id FROM sequences")
+            assert [row["sequence_id"] for row in rows] == [name]
+
+    run(script())
+
+
 def test_a_request_of_many_sequences_reads_few_times(world):
     async def script():
         async with world.service() as service:

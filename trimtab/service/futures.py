@@ -167,7 +167,9 @@ class Futures:
 
     async def finish(
         self, entry: Entry, body: bytes, content_type: str, writes: Sequence[SqlWrite] = ()
-    ) -> None:
+    ) -> Outcome:
+        """Journal a result, then tell it. Answers what was told: a result that the journal cannot
+        take at all is a failure."""
         now = self._clock()
 
         def write(db: sqlite3.Connection) -> None:
@@ -181,7 +183,7 @@ class Futures:
             )
             self._close(db, entry, again=entry.effect != NOTHING)
 
-        await self._conclude(entry, write, Outcome("done", body, content_type))
+        return await self._conclude(entry, write, Outcome("done", body, content_type))
 
     async def fail(
         self, entry: Entry, error: str, category: str, writes: Sequence[SqlWrite] = ()
@@ -203,7 +205,7 @@ class Futures:
         )
         self._close(db, entry, again=entry.effect == STEP)
 
-    async def _conclude(self, entry: Entry, write: SqlWrite, outcome: Outcome) -> None:
+    async def _conclude(self, entry: Entry, write: SqlWrite, outcome: Outcome) -> Outcome:
         try:
             await self.persist(f"the outcome of {entry.request_id}", write)
         except Stopping:
@@ -212,6 +214,7 @@ class Futures:
             outcome = await self._misfiled(entry, error)
         self._settle(entry.request_id, outcome)
         self._tell(entry.key, entry.seq_id)
+        return outcome
 
     async def persist(self, what: str, write: SqlWrite) -> None:
         """Write, and while the disk is full wait for it. Told means committed: until its outcome

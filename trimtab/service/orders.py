@@ -154,15 +154,19 @@ class Orders:
             between = entry.effect == STEP
             run = Jobs(self._parts, model).kept(run, entry.seq_id, size, between=between)
 
+        spoil = _spoil(model, entry.seq_id) if entry.effect == GRADIENT else _ignore
+
         async def settle(outcome: Done | Failed) -> None:
             model.changing -= changes
             if isinstance(outcome, Done):
-                await futures.finish(entry, outcome.body, outcome.content_type, outcome.writes)
+                body, content_type = outcome.body, outcome.content_type
+                told = await futures.finish(entry, body, content_type, outcome.writes)
+                if told.state == "failed":  # its gradient is in the window, and nobody knows
+                    spoil(told.error)
                 return
             left = [] if outcome.ran or entry.effect != STEP else [partial(_never_ran, entry)]
             await futures.fail(entry, outcome.error, outcome.category, left)
 
-        spoil = _spoil(model, entry.seq_id) if entry.effect == GRADIENT else _ignore
         return Job(entry.seq_id, run, settle, spoil, size)
 
     async def reject(

@@ -184,7 +184,7 @@ class Snapshots:
     def row(self, taken: Snapshot, folder: str) -> Row:
         """The write that puts a snapshot in force and lets go of what it covers. Answers the folder
         it took the place of ("" for none), or None where it is not wanted any more: the model is
-        gone, or has a later one."""
+        gone or has a later one, or the result it was taken after could not be journalled."""
         now = self._clock()
 
         def write(db: sqlite3.Connection) -> str | None:
@@ -196,6 +196,8 @@ class Snapshots:
                 "SELECT seq_id, folder FROM snapshots WHERE model_id = ?", (taken.model_id,)
             ).fetchone()
             if alive is None or (old is not None and old["seq_id"] >= taken.seq_id):
+                return None
+            if taken.form == "snapshot" and not _told(db, taken):
                 return None
             db.execute(
                 "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -237,6 +239,14 @@ class Snapshots:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
         self._writer.shutdown(wait=False, cancel_futures=True)
+
+
+def _told(db: sqlite3.Connection, taken: Snapshot) -> bool:
+    """Whether the request a snapshot was taken after is done, as the journal has it."""
+    row = db.execute(
+        "SELECT state FROM requests WHERE request_id = ?", (f"{taken.model_id}:{taken.seq_id}",)
+    ).fetchone()
+    return row is not None and row["state"] == "done"
 
 
 def release(db: sqlite3.Connection, model_id: str, seq_id: int) -> None:
