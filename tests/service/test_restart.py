@@ -15,6 +15,7 @@ from trimtab.types import SaveWeightsForSampler
 from .support import (
     OWNER,
     World,
+    error,
     forward_backward,
     new_model,
     new_sampler,
@@ -59,6 +60,39 @@ def test_pending_samples_are_drawn_again_with_their_seed(world):
             assert [r["sequence_id"] for r in rows][1:] == list(promise.sequence_ids)
 
     run(after(*run(before())))
+
+
+def test_a_sample_that_cannot_be_drawn_again_fails_alone(world):
+    async def before():
+        async with world.service() as service:
+            session = await service.create_session(OWNER)
+            m = await new_model(service, session)
+            for number in (0, 1):
+                await result(service, SaveWeightsForSampler(m, number + 1, None, number))
+            world.sampler.held = True
+            samplers = [f"{session}:sample:{number}" for number in (0, 1, 1)]
+            promises = [await submit(service, sample(s, i)) for i, s in enumerate(samplers)]
+            gone = ("DELETE FROM bodies WHERE request_id = ?", (promises[1].request_id,))
+            await service._parts.store.write(lambda db: db.execute(*gone))
+            return promises
+
+    async def after(promises):
+        broken = world.sampler = type(world.sampler)()
+        publish = broken.publish
+
+        def publishing(target, ref):
+            if target.endswith(":1"):
+                raise OSError(5, "Input/output error")
+            publish(target, ref)
+
+        broken.publish = publishing
+        async with world.service() as service:
+            text = await error(service, promises[0])
+            assert text.startswith("server: it cannot be drawn again: [Errno 5]")
+            assert "body is missing" in await error(service, promises[1])
+            assert (await outcome(service, promises[2])).state == "done"
+
+    run(after(run(before())))
 
 
 def test_published_weights_are_published_again_when_used(world):

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 
+from trimtab.errors import ServerError, Stopping, TrimtabError
 from trimtab.service import paths
 from trimtab.service.custom_orders import CustomOrders
 from trimtab.service.customs import KIND
@@ -76,13 +77,22 @@ async def recover(parts: Parts, orders: Orders, customs: CustomOrders) -> list[E
 
 
 async def resume(parts: Parts, sampling: Sampling, entries: list[Entry]) -> None:
-    """Put the pending samples back, one by one."""
+    """Put the pending samples back, one by one. One that cannot be drawn fails by itself."""
     for entry in entries:
-        row = parts.store.row("SELECT body FROM bodies WHERE request_id = ?", (entry.request_id,))
-        if row is None:
-            await parts.futures.fail(entry, "the request's body is missing", "server")
-        else:
-            await sampling.resume(entry, row["body"])
+        try:
+            await _draw(parts, sampling, entry)
+        except Stopping:
+            return  # it stays pending
+        except (TrimtabError, OSError, sqlite3.Error) as error:
+            log.error("sample %s cannot be drawn again: %s", entry.request_id, error)
+            await parts.futures.fail(entry, f"it cannot be drawn again: {error}", "server")
+
+
+async def _draw(parts: Parts, sampling: Sampling, entry: Entry) -> None:
+    row = parts.store.row("SELECT body FROM bodies WHERE request_id = ?", (entry.request_id,))
+    if row is None:
+        raise ServerError("the request's body is missing in the journal")
+    await sampling.resume(entry, row["body"])
 
 
 class TakeUp:
