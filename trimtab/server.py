@@ -74,6 +74,7 @@ def load_engine(
 ) -> Engine:
     from trimtab.engine.models import BaseModel
     from trimtab.engine.sampling_limits import SamplerLimits
+    from trimtab.engine.text import TokenizerText
     from trimtab.engine.torch_learner import TorchLearner
     from trimtab.engine.torch_sampler import TorchSampler
     from trimtab.service.core import Engine
@@ -104,7 +105,7 @@ def load_engine(
         memory=memory,
     )
     sampler = TorchSampler(base, limits=limits, threads=config.threads, memory=memory)
-    return Engine(learner.info, learner, sampler)
+    return Engine(learner.info, learner, sampler, TokenizerText.of(base.tokenizer))
 
 
 def build(config: ServerConfig, store: Store, engines: dict[str, Engine]) -> Service:

@@ -7,10 +7,10 @@ Knows nothing of HTTP, protobuf, SQL or torch. Shape letters: P prompt tokens, N
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -388,6 +388,39 @@ class SampledSequence:
     topk: TopK | None = None
     head: TopK | None = None
     versions: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token, as soon as it is drawn: of sample `index`, with its log-probability by the one
+    rule and the alternatives asked for, best first. `end` is set on a sequence's last token."""
+
+    index: int
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    end: Literal["stop", "length"] | None = None
+
+
+class Text(Protocol):
+    """The tokenizer of a base model, as far as text is spoken with it. Thread-safe.
+
+    `special` holds the ids whose text is markup: never part of an answer."""
+
+    special: frozenset[int]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids with what the tokenizer itself puts around a text, such as a first BOS."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text as it stands: special tokens shown, a torn character as U+FFFD."""
+
+    def piece(self, token: int) -> str:
+        """One token's text, its leading space included."""
+
+    def chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        """A conversation in the model's template, open for the assistant's turn. Invalid where
+        there is no template or it refuses these messages."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import pytest
 import tinker
 
 from trimtab.wire import trimtab_pb2 as pb
-from trimtab.wire.app import BASE, ROUTES
+from trimtab.wire.app import BASE, OPENAI, OPENAI_BASE, ROUTES
 
 from .live import MODEL, connected, prompt
 
@@ -167,6 +167,20 @@ MATRIX = {
     "DELETE /auth/apikey/me": lambda t, m: [],
 }  # fmt: skip
 
+# The same under the other base URL, where the key is a bearer token.
+OPENAI_MATRIX = {
+    "GET /models": lambda t, m: [],
+    "GET /models/{model:path}": lambda t, m: [({"model": t.sampler_weights}, None)],
+    "POST /completions": lambda t, m: [
+        ({}, {"model": t.sampler_weights, "prompt": [1, 2], "max_tokens": 1}),
+        ({}, {"model": t.sampler_weights, "prompt": [1, 2], "max_tokens": 1, "stream": True}),
+    ],
+    "POST /chat/completions": lambda t, m: [
+        ({}, {"model": t.sampler_weights, "max_tokens": 1,
+              "messages": [{"role": "user", "content": "a"}]}),
+    ],
+}  # fmt: skip
+
 # The same to everybody: ids that are only acknowledged, and a loss that nobody has made.
 SILENT = {("POST /retrieve_futures", 1), ("POST /forward_backward", 3)}
 # A loss that takes what it cannot check answers the same and counts; see `provenance_unverified`.
@@ -238,6 +252,28 @@ def is_promise(content):
 
 def test_the_matrix_has_a_row_for_each_route_and_no_other():
     assert sorted(MATRIX) == sorted(f"{route.method} {route.path}" for route in ROUTES)
+
+
+def test_another_owners_checkpoints_are_unknown_to_openais_clients_too(shared, two):
+    assert sorted(OPENAI_MATRIX) == sorted(f"{route.method} {route.path}" for route in OPENAI)
+
+    def asked(http, key, route, target):
+        method, template = route.split(" ")
+        http.headers["Authorization"] = f"Bearer {key}"
+        for values, body in OPENAI_MATRIX[route](target, two.bob):
+            quoted = {name: quote(value, safe="") for name, value in values.items()}
+            url = template.replace(":path", "").format(**quoted)
+            answer = http.request(method, url, json=body)
+            yield answer.status_code, answer.text.replace(target.session, "S")
+
+    with httpx.Client(base_url=f"{shared.url}{OPENAI_BASE}", timeout=40) as http:
+        for route in OPENAI_MATRIX:
+            of_alice = list(asked(http, shared.bob, route, two.alice))
+            assert of_alice == list(asked(http, shared.bob, route, unknown(two.alice))), route
+            assert all(status == 404 and "is unknown" in text for status, text in of_alice), route
+            assert all(status == 200 for status, _ in asked(http, shared.alice, route, two.alice))
+        http.headers["Authorization"] = f"Bearer {shared.bob}"
+        assert two.alice.session not in http.get("/models").text
 
 
 def test_another_owners_ids_are_unknown_ids(shared, two, ask):

@@ -16,6 +16,7 @@ from trimtab.types import (
     AdamParams,
     BaseModelInfo,
     CustomLoss,
+    Drawn,
     ForwardBackwardResult,
     LoraConfig,
     LossSpec,
@@ -89,11 +90,13 @@ class Learner(Protocol):
 @dataclass(frozen=True, slots=True)
 class SampleWork:
     """A Sample and the name of the weights it draws from; `head_k` > 0 records the top of every
-    step. `request.params.seed` is set (the service draws one where the client gave none)."""
+    step. `request.params.seed` is set (the service draws one where the client gave none).
+    `on_token` is told of every token on the sampler's thread, before the result is set."""
 
     request: Sample
     target: str
     head_k: int = 0
+    on_token: Callable[[Drawn], None] | None = None
 
 
 class Sampler(Protocol):

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from trimtab.engine.stops import Decode, Stops
 from trimtab.engine.streams import UniformStream
 from trimtab.engine.weights import Target
 from trimtab.errors import ServerError
-from trimtab.types import SampledSequence, SampleResult, TopK
+from trimtab.types import Drawn, SampledSequence, SampleResult, TopK
 
 
 class Prompt:
@@ -63,6 +64,7 @@ class Job:
         self.stops = Stops.of(request.params, eos_token_ids, self.prompt.tokens, decode)
         asked = request.params.seed
         self.seed = secrets.randbits(64) if asked is None else asked
+        self.on_token = work.on_token
         self.head_k = min(work.head_k, vocab_size)
         self.top_k = max(self.head_k, request.topk_sample_logprobs)
         self.scorer = PromptScorer(request, self.seed)
@@ -158,7 +160,22 @@ class Row:
                 f"token {len(self.tokens) - 1} of sample {self.index}"
             )
         self.stopped = self.job.stops.end(self.tokens)
-        return self.stopped or len(self.tokens) >= self.job.limit
+        ended = self.stopped or len(self.tokens) >= self.job.limit
+        if self.job.on_token is not None:
+            self.job.on_token(self._drawn(ended))
+        return ended
+
+    def _drawn(self, ended: bool) -> Drawn:
+        """The newest token; what was recorded of its step is already here."""
+        asked, width = self.job.request.topk_sample_logprobs, 4 * self.job.top_k
+        top: tuple[tuple[int, float], ...] = ()
+        if asked:
+            ids = np.frombuffer(self.top_ids[-width:], np.int32)[:asked]
+            logprobs = np.frombuffer(self.top_logprobs[-width:], np.float32)[:asked]
+            top = tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        reason: Literal["stop", "length"] = "stop" if self.stopped else "length"
+        end = reason if ended else None
+        return Drawn(self.index, self.tokens[-1], self.logprobs[-1], top, end)
 
     def rewind(self) -> None:
         """Forget what a step drew that did not come to its end."""

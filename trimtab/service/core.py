@@ -21,6 +21,7 @@ from trimtab.errors import Invalid, NotFound, Stopping, TrimtabError, UserError
 from trimtab.service import ids, restart, sweep
 from trimtab.service.clock import steady
 from trimtab.service.custom_orders import CustomOrders
+from trimtab.service.direct import Direct, Drawable, Drawing
 from trimtab.service.keeping import Keeping
 from trimtab.service.listing import Listing
 from trimtab.service.orders import Orders
@@ -49,6 +50,8 @@ __all__ = [
     "Codec",
     "Completion",
     "Completions",
+    "Drawable",
+    "Drawing",
     "Engine",
     "Held",
     "ModelRecord",
@@ -80,6 +83,7 @@ class Service:
         self.listing = Listing(self._parts)
         self.keeping = Keeping(self._parts)
         self.usage = Usage(self._parts)
+        self._direct = Direct(self._parts, self._sampling)
         self._space = Space(store.data_dir, settings.min_free_bytes)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -256,6 +260,19 @@ class Service:
         if self._parts.futures.kind(owner, request_id) != "sample":
             raise Invalid(f"request {request_id!r} is not a sample; only samples can be cancelled")
         self._sampling.cancel(request_id)
+
+    # ---- for a caller that waits on the line
+
+    def drawable(self, owner: str, model: str) -> Drawable:
+        """The base model or sampler checkpoint of that name, as far as this owner may read it."""
+        self._running()
+        return self._direct.find(owner, model)
+
+    async def draw(self, owner: str, model: Drawable, requests: Sequence[Sample]) -> Drawing:
+        """Tokens as they are drawn, recorded nowhere, counted in usage."""
+        self._running()
+        self._space.check()
+        return await self._direct.draw(owner, model, requests)
 
     # ---- sampling sessions, models, checkpoints
 

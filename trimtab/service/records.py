@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from trimtab.engine.base import Learner, Sampler
-from trimtab.types import BaseModelInfo, LoraConfig, Request, Result
+from trimtab.types import BaseModelInfo, LoraConfig, Request, Result, Text
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One base model: what it is, who trains it, who samples it."""
+    """One base model: what it is, who trains it, who samples it; `text` where it has a
+    tokenizer."""
 
     info: BaseModelInfo
     learner: Learner
     sampler: Sampler
+    text: Text | None = None
 
 
 class Codec(Protocol):

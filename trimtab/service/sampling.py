@@ -12,6 +12,7 @@ import hashlib
 import logging
 import secrets
 import sqlite3
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from trimtab.service.publish import BASE
 from trimtab.service.records import Promise, SamplerRecord
 from trimtab.service.samplers import SamplingSession
 from trimtab.service.sequences import recorded
-from trimtab.types import Sample, SampleResult
+from trimtab.types import Drawn, Sample, SampleResult
 
 log = logging.getLogger(__name__)
 RETRY = 0.2  # seconds between tries to put a journalled sample back into a full queue
@@ -100,8 +101,7 @@ class Sampling:
 
     async def _accept(self, entry: Entry, sampler: SamplingSession, request: Sample) -> Promise:
         parts = self._parts
-        if len(self._running) >= parts.settings.max_pending_samples:
-            raise Busy(f"{len(self._running)} sample requests are waiting; try again")
+        self._room()
         try:
             self._check(sampler, request)
             await self._publish(sampler)
@@ -119,6 +119,10 @@ class Sampling:
                 future.cancel()
         self._watch(entry, request, future)
         return entry.promise
+
+    def _room(self) -> None:
+        if len(self._running) >= self._parts.settings.max_pending_samples:
+            raise Busy(f"{len(self._running)} sample requests are waiting; try again")
 
     def _check(self, sampler: SamplingSession, request: Sample) -> None:
         base, most = sampler.record.base_model, self._parts.settings.max_samples
@@ -148,6 +152,28 @@ class Sampling:
         self._running[entry.request_id] = future
         return future
 
+    async def draw_aside(
+        self, sampler: SamplingSession, request: Sample, on_token: Callable[[Drawn], None]
+    ) -> Future[SampleResult]:
+        """A sample without journal and record: checked, bounded and queued like the others. Its
+        seed is set; `on_token` is called on the sampler's thread."""
+        self._room()
+        self._check(sampler, request)
+        await self._publish(sampler)
+        work = SampleWork(request, sampler.target, on_token=on_token)
+        future = self._parts.engines[sampler.record.base_model].sampler.submit(work)
+        key = f"aside:{secrets.token_hex(8)}"
+        self._running[key] = future
+        future.add_done_callback(lambda _: self._running.pop(key, None))
+        return future
+
+    def keep(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        """A task that `drain` waits for."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     async def reject(
         self, owner: str, kind: str, sampler_id: str, seq_id: int, *, why: UserError, body: bytes
     ) -> Promise:
@@ -175,9 +201,7 @@ class Sampling:
         future.add_done_callback(done)
 
     def _spawn(self, entry: Entry, request: Sample, future: Future[SampleResult]) -> None:
-        task = asyncio.create_task(self._finish(entry, request, future))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.keep(self._finish(entry, request, future))
 
     async def _finish(self, entry: Entry, request: Sample, future: Future[SampleResult]) -> None:
         futures = self._parts.futures

@@ -12,6 +12,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,6 +28,7 @@ from trimtab.wire import (
     files,
     futures,
     hub,
+    openai,
     reports,
     runs,
     sampling,
@@ -58,6 +60,8 @@ class Route:
     handler: Callable[[Call], Awaitable[Response]]
     open: bool = False  # no key asked for
     bearer: bool = False  # the key comes as a hub's token does; none where any key will do
+    owned: bool = False  # it comes that way and must name its owner
+    refuse: Callable[[int, str], Response] = failure  # how an error is told
     most: int = JSON_BYTES  # a body's bytes, beside the server's own limit
 
 
@@ -118,6 +122,16 @@ ROUTES = (
 )
 
 
+# What clients of OpenAI's API call, under a base URL of its own.
+OPENAI_BASE = "/oai/api/v1"
+_as_openai: dict[str, Any] = {"bearer": True, "owned": True, "refuse": openai.refusal}
+OPENAI = (
+    Route("GET", "/models", openai.models, **_as_openai),
+    Route("GET", "/models/{model:path}", openai.model, **_as_openai),
+    Route("POST", "/completions", openai.completions, **_as_openai),
+    Route("POST", "/chat/completions", openai.chat_completions, **_as_openai),
+)
+
 # Beside the API, not under its prefix: what a hub's client asks a hub for.
 HUB = (
     Route("GET", "/api/models/{repo:path}/tree/{rest:path}", hub.tree, bearer=True),
@@ -153,7 +167,7 @@ def create_app(gate: Gate, settings: WireSettings, codec: WireCodec) -> Starlett
             _endpoint(route, gate, settings, codec, access),
             methods=[route.method],
         )
-        for prefix, table in ((BASE, ROUTES), ("", HUB))
+        for prefix, table in ((BASE, ROUTES), (OPENAI_BASE, OPENAI), ("", HUB))
         for route in table
     ]
     app = Starlette(
@@ -176,13 +190,14 @@ def _endpoint(
             call.body = await read_body(request, min(route.most, settings.max_body_bytes))
             response = await route.handler(call)
         except TrimtabError as error:
-            response = _refusal(error, request)
+            response = _refusal(error, request, route.refuse)
         except (ClientLeft, ClientDisconnect):
             response = Response(status_code=499)
         except Exception:
             # The only place that catches what nobody foresaw: told in full to the log alone.
             log.exception("%s %s failed (request %s)", route.method, request.url.path, number)
-            response = failure(500, f"internal error; the server's log has it as request {number}")
+            told = f"internal error; the server's log has it as request {number}"
+            response = route.refuse(500, told)
         response.headers["X-Request-Id"] = number
         return response
 
@@ -200,10 +215,14 @@ def _caller(route: Route, request: Request, access: Access) -> Caller:
         )
     if not route.bearer:
         return access.caller(request.headers.get("x-api-key"))
-    if access.open():
+    if access.open() and not route.owned:
         return Caller("", OPEN)
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    return access.caller(token if scheme.lower() == "bearer" else None)
+    try:
+        return access.caller(token if scheme.lower() == "bearer" else None)
+    except Unauthorized as error:
+        where = error.message.replace("X-API-Key", "Authorization: Bearer")
+        raise type(error)(where) from None
 
 
 class Lingering(Response):
@@ -221,8 +240,10 @@ class Lingering(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _refusal(error: TrimtabError, request: Request) -> Response:
-    response = failure(error.status, error.message)
+def _refusal(
+    error: TrimtabError, request: Request, refuse: Callable[[int, str], Response]
+) -> Response:
+    response = refuse(error.status, error.message)
     if isinstance(error, TooLarge) and "content-length" in request.headers:  # else it may not end
         response = Lingering(response.body, error.status, media_type="application/json")
     if isinstance(error, InvalidToken):
