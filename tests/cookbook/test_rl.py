@@ -1,0 +1,109 @@
+"""The cookbook's reinforcement learning, a few steps each, by the metrics it logs itself.
+
+`optim/kl_sample_train_v1` is the mean of log q - log p over the sampled tokens and `_v2` half the
+mean of its square: q as the sampler returned it, p as forward_backward did.
+"""
+
+import math
+
+import pytest
+
+from .kit import FIXED, SMOLLM2, TINY
+
+pytestmark = pytest.mark.nightly
+
+ARITHMETIC = TINY | {
+    "model_name": SMOLLM2, "renderer_name": "qwen3_instruct",
+    "groups_per_batch": 2, "group_size": 4, "max_tokens": 5,
+}  # fmt: skip
+ON_POLICY = {"abs": 1e-3}
+
+
+def on_policy(run, steps):
+    """Sampler and learner are the same distribution at every step, to float error."""
+    kl, square = run.steps("optim/kl_sample_train_v1"), run.steps("optim/kl_sample_train_v2")
+    assert kl == pytest.approx([0.0] * steps, **ON_POLICY)
+    assert square == pytest.approx([0.0] * steps, abs=1e-6)
+
+
+def test_rl_loop_trains_by_its_default_loss(cookbook):
+    options = {key: value for key, value in TINY.items() if key != "eval_every"}
+    run = cookbook.recipe(
+        "rl_loop", "rl_loop",
+        **options | {"model_name": FIXED, "batch_size": 2, "group_size": 4, "max_tokens": 24},
+        max_steps=2,
+    )  # fmt: skip
+    rewards = run.steps("reward/total")
+    assert len(rewards) == 2
+    assert all(0 <= reward <= 1 for reward in rewards)
+    final = run.checkpoints()[-1]
+    assert final["state_path"].endswith("/weights/final")
+    assert final["sampler_path"].endswith("/sampler_weights/final")
+
+
+def test_rl_basic(cookbook):
+    run = cookbook.recipe(
+        "rl_basic", "rl_basic", **TINY, model_name=FIXED, max_tokens=16, max_steps=2,
+        **{"dataset_builder.batch_size": 2, "dataset_builder.group_size": 2},
+    )  # fmt: skip
+    on_policy(run, 2)
+
+
+def test_math_rl_synchronous(cookbook):
+    run = cookbook.recipe("math_rl.train", "math_sync", **ARITHMETIC, max_steps=3)
+    on_policy(run, 3)
+    assert all(math.isfinite(norm) and norm > 0 for norm in run.steps("grad_norm"))
+
+
+def test_math_rl_asynchronous(cookbook):
+    """Off policy by up to two updates: the learner has moved on, and the loss still runs."""
+    run = cookbook.recipe(
+        "math_rl.train", "math_async", **ARITHMETIC, max_steps=5, max_steps_off_policy=2
+    )
+    kl = run.steps("optim/kl_sample_train_v2")
+    assert len(kl) == 5
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert max(kl) > 1e-4
+    assert all(math.isfinite(norm) for norm in run.steps("grad_norm"))
+
+
+def test_math_rl_streams_minibatches(cookbook):
+    streamed = {"groups_per_batch": 2, "num_minibatches": 2}
+    run = cookbook.recipe(
+        "math_rl.train", "math_stream", **ARITHMETIC, max_steps=2,
+        **{f"stream_minibatch_config.{key}": value for key, value in streamed.items()},
+    )  # fmt: skip
+    on_policy(run, 2)
+
+
+GAME = TINY | {"model_name": SMOLLM2, "renderer_name": "qwen3_instruct"}
+GAME = {key: value for key, value in GAME.items() if key != "lora_rank"}
+
+
+def test_guess_number_takes_many_turns(cookbook):
+    run = cookbook.recipe(
+        "multiplayer_rl.guess_number.train", "guess", **GAME,
+        batch_size=1, group_size=2, max_tokens=8, max_steps=1,
+    )  # fmt: skip
+    on_policy(run, 1)
+    assert run.steps("env/all/turns_per_episode") == [10.0]
+
+
+def test_twenty_questions_are_answered_by_another_model(cookbook):
+    run = cookbook.recipe(
+        "multiplayer_rl.twenty_questions.train", "questions", **GAME,
+        batch_size=1, group_size=2, max_tokens=8, max_steps=1, num_epochs=1,
+    )  # fmt: skip
+    on_policy(run, 1)
+    assert run.steps("env/all/turns_per_episode")[0] > 1
+
+
+def test_shorter_makes_answers_shorter(cookbook):
+    options = {key: value for key, value in GAME.items() if key != "save_every"}
+    run = cookbook.recipe(
+        "preference.shorter.train", "shorter", **options,
+        batch_size=1, group_size=8, max_tokens=24, max_steps=6,
+    )  # fmt: skip
+    on_policy(run, 6)
+    lengths = run.steps("env/all/ac_tokens_per_turn")
+    assert sum(lengths[-2:]) < sum(lengths[:2])
