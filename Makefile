@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
 INSTALL := $(PIP) install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds model-smollm2 test nightly check format bench stability crash load soak fuzz clean
+.PHONY: help setup demo demo-seeds model-smollm2 test nightly cookbook check format bench stability crash load soak fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -60,6 +60,13 @@ test: $(VENV)/dev.stamp ## the test suite
 
 nightly: $(VENV)/dev.stamp ## tests that take minutes or longer
 	$(BIN)/python -m pytest -m nightly
+
+$(VENV)/cookbook.stamp: tests/cookbook/install.py constraints.txt | $(VENV)/dev.stamp
+	$(BIN)/python -m tests.cookbook.install $(VENV)/cookbook
+	@touch $@
+
+cookbook: $(VENV)/cookbook.stamp model-smollm2 ## the recipes of tinker-cookbook, in an environment of their own
+	$(BIN)/python -m pytest -m nightly tests/cookbook
 
 crash: $(VENV)/dev.stamp ## kill a training server KILLS=500 times at random and compare
 	cd tests && OMP_NUM_THREADS=1 PYTHONPATH=. ../$(BIN)/python -m crash.campaign --kills $(KILLS)

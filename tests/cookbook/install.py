@@ -19,7 +19,7 @@ NEEDS = [
 
 
 def main(folder: str) -> None:
-    venv.create(folder, with_pip=True)
+    venv.create(folder, with_pip=True, clear=True)
     install = [f"{folder}/bin/python", "-m", "pip", "install", "--quiet", "-c", str(CONSTRAINTS)]
     subprocess.run([*install, *NEEDS], check=True)
     subprocess.run([*install, "--no-deps", f"tinker-cookbook=={VERSION}"], check=True)
