@@ -10,6 +10,7 @@ import pytest
 import tinker
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from trimtab import tiny
@@ -219,11 +220,18 @@ def test_a_stream_adds_up_to_the_whole_and_counts(client, alices):
 # ------------------------------------------------------------------ streams are real
 
 
+def endless(folder):
+    """A model slow enough to be met at work, whose greedy answers never end by themselves."""
+    tiny.build(folder, hidden=256, layers=8, context=4096)
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"][0] = 0.0  # <|endoftext|>; among 320 logits one is above 0
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
-    """A server whose model is large enough that a long answer takes a while."""
-    folder = tiny.build(tmp_path_factory.mktemp("slow") / "m", hidden=256, layers=8, context=4096)
-    data_dir = tmp_path_factory.mktemp("slow-data")
+    folder, data_dir = endless(tmp_path_factory.mktemp("slow") / "m"), tmp_path_factory.mktemp("d")
     with serving(model=(f"{MODEL}={folder}",), data_dir=data_dir, max_pending_samples=2) as server:
         yield server
 
@@ -263,7 +271,7 @@ def test_a_server_that_stops_says_so_in_the_stream(slow_to_stop):
 
 @pytest.fixture
 def slow_to_stop(tmp_path):
-    folder = tiny.build(tmp_path / "m", hidden=256, layers=8, context=4096)
+    folder = endless(tmp_path / "m")
     with serving(model=(f"{MODEL}={folder}",), data_dir=tmp_path / "data") as server:
         yield server
 
