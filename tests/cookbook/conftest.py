@@ -1,4 +1,8 @@
-"""tinker-cookbook in an environment of its own, SmolLM2 behind `trimtab serve`."""
+"""tinker-cookbook in an environment of its own, SmolLM2 behind `trimtab serve`.
+
+COOKBOOK_MODEL=tiny puts a tiny random model in its place, under the same names: that shows that the
+recipes run, in minutes on a busy machine, and not what they do to a language model.
+"""
 
 import os
 import re
@@ -8,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from trimtab import tiny
 from trimtab.modelstore import KNOWN, held
 
 from .hubdata import write_all
@@ -27,8 +32,15 @@ def cookbook_python():
 
 
 @pytest.fixture(scope="session")
-def smollm2():
-    """Its folder."""
+def real():
+    """Whether the model is a language model."""
+    return os.environ.get("COOKBOOK_MODEL") != "tiny"
+
+
+@pytest.fixture(scope="session")
+def model_folder(real, tmp_path_factory):
+    if not real:
+        return tiny.build(tmp_path_factory.mktemp("model"), context=8192)
     found = held(KNOWN["smollm2"])
     if found is None:
         pytest.skip("SmolLM2 is not here: `trimtab model get smollm2` fetches it")
@@ -36,12 +48,12 @@ def smollm2():
 
 
 @pytest.fixture(scope="session")
-def cookbook(cookbook_python, smollm2, tmp_path_factory):
+def cookbook(cookbook_python, model_folder, tmp_path_factory):
     """SmolLM2 is served under its own name and under those that recipes have no option for."""
     root = tmp_path_factory.mktemp("cookbook")
     names = [SMOLLM2, FIXED, ANSWERER, TEACHER]
-    words = [word for name in names for word in ("--model", f"{name}={smollm2}")]
-    words += ["--port", "0", "--data-dir", str(root / "server"), "--memory-mib", "12000"]
+    words = [word for name in names for word in ("--model", f"{name}={model_folder}")]
+    words += ["--port", "0", "--data-dir", str(root / "server"), "--threads", "1"]
     with open(root / "server.log", "w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "trimtab.cli", "serve", *words],

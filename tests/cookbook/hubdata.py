@@ -41,12 +41,10 @@ def _write(folder: Path, splits: dict[str, Iterator[Row]], config: str = "defaul
 
 
 def _sums(count: int) -> Iterator[Row]:
+    """All with the answer of the recipes' own example, 3: a small model then answers some right."""
     for i in range(count):
-        a, b = 1 + i % 4, 1 + i // 4 % 4
-        yield {
-            "question": f"What is {a} + {b}?",
-            "answer": f"{a} and {b} make {a + b}.\n#### {a + b}",
-        }
+        a = i % 4
+        yield {"question": f"What is {a} + {3 - a}?", "answer": f"{a} and {3 - a} make 3.\n#### 3"}
 
 
 def _chat(i: int) -> list[Row]:

@@ -26,26 +26,33 @@ def on_policy(run, steps):
     assert square == pytest.approx([0.0] * steps, abs=1e-6)
 
 
-def test_rl_loop_trains_by_its_default_loss(cookbook):
+def test_rl_loop_trains_by_its_default_loss(cookbook, real):
     options = {key: value for key, value in TINY.items() if key != "eval_every"}
     run = cookbook.recipe(
         "rl_loop", "rl_loop",
-        **options | {"model_name": FIXED, "batch_size": 2, "group_size": 4, "max_tokens": 24},
+        **options | {"model_name": FIXED, "batch_size": 2, "group_size": 8, "max_tokens": 32},
         max_steps=2,
     )  # fmt: skip
-    rewards = run.steps("reward/total")
-    assert len(rewards) == 2
-    assert all(0 <= reward <= 1 for reward in rewards)
+    assert len(run.steps("reward/total")) == 2
+    if real:  # a random model earns nothing, and the recipe then skips the update
+        assert max(run.steps("reward/total")) > 0
+        assert run.steps("grad_norm")[0] > 0
     final = run.checkpoints()[-1]
     assert final["state_path"].endswith("/weights/final")
     assert final["sampler_path"].endswith("/sampler_weights/final")
 
 
 def test_rl_basic(cookbook):
+    """Its command line takes another size of batch only with the whole builder named again."""
+    builder = {
+        "dataset_builder": "tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder",
+        "dataset_builder.batch_size": 2, "dataset_builder.group_size": 2,
+        "dataset_builder.renderer_name": "qwen3_instruct",
+        "dataset_builder.model_name_for_tokenizer": FIXED,
+    }  # fmt: skip
     run = cookbook.recipe(
-        "rl_basic", "rl_basic", **TINY, model_name=FIXED, max_tokens=16, max_steps=2,
-        **{"dataset_builder.batch_size": 2, "dataset_builder.group_size": 2},
-    )  # fmt: skip
+        "rl_basic", "rl_basic", **TINY, **builder, model_name=FIXED, max_tokens=16, max_steps=2
+    )
     on_policy(run, 2)
 
 

@@ -23,10 +23,15 @@ def test_sl_loop(cookbook):
 
 
 def test_sl_basic(cookbook):
+    common = "dataset_builder.common_config"
+    builder = {
+        "dataset_builder": "tinker_cookbook.recipes.chat_sl.chat_datasets:NoRobotsBuilder",
+        f"{common}.batch_size": 4, f"{common}.max_length": 128,
+        f"{common}.renderer_name": "qwen3_instruct", f"{common}.model_name_for_tokenizer": FIXED,
+    }  # fmt: skip
     run = cookbook.recipe(
-        "sl_basic", "sl_basic", **TINY | {"eval_every": 3}, model_name=FIXED, max_steps=4,
-        **{"dataset_builder.common_config.batch_size": 4},
-    )  # fmt: skip
+        "sl_basic", "sl_basic", **TINY | {"eval_every": 3}, **builder, model_name=FIXED, max_steps=4
+    )
     falls(run)
     falls(run, "test/nll")
 

@@ -36,7 +36,7 @@ print("RESULT", json.dumps([gap.item(), moved.item()]))
 
 
 def test_a_downloaded_and_merged_checkpoint_is_the_model_that_is_served(
-    cookbook, smollm2, tmp_path
+    cookbook, model_folder, tmp_path
 ):
     chats = conversations(tmp_path / "chats.jsonl")
     run = cookbook.recipe(
@@ -45,11 +45,11 @@ def test_a_downloaded_and_merged_checkpoint_is_the_model_that_is_served(
     )  # fmt: skip
     final = run.checkpoints()[-1]
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
-    cookbook.script(OUT, final["state_path"], str(adapter), str(smollm2), str(merged))
+    cookbook.script(OUT, final["state_path"], str(adapter), str(model_folder), str(merged))
     assert {file.name for file in adapter.iterdir()} >= {
         "adapter_config.json", "adapter_model.safetensors",
     }  # fmt: skip
-    compared = cookbook.script(COMPARE, final["sampler_path"], str(merged), str(smollm2))
+    compared = cookbook.script(COMPARE, final["sampler_path"], str(merged), str(model_folder))
     gap, moved = _result(compared.printed)
     assert gap < 1e-3
     assert moved > 0.1
