@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
 INSTALL := $(PIP) install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds model-smollm2 test nightly cookbook check format bench stability crash load soak fuzz clean
+.PHONY: help setup demo demo-seeds model-smollm2 test nightly cookbook check format bench stability crash compat load soak fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -70,6 +70,9 @@ cookbook: $(VENV)/cookbook.stamp model-smollm2 ## the recipes of tinker-cookbook
 
 crash: $(VENV)/dev.stamp ## kill a training server KILLS=500 times at random and compare
 	cd tests && OMP_NUM_THREADS=1 PYTHONPATH=. ../$(BIN)/python -m crash.campaign --kills $(KILLS)
+
+compat: $(VENV)/dev.stamp ## every method of the installed SDK against a server; writes docs/compatibility.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.compat.matrix
 
 load: $(VENV)/dev.stamp ## a server under many clients at once: what it costs, and whether all comes
 	$(BIN)/python -m tests.load.load --out tests/load/results/load.json

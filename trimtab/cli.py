@@ -6,7 +6,9 @@ The flags of `serve` are the fields of ServerConfig, made into flags here and de
 from __future__ import annotations
 
 import inspect
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -86,7 +88,13 @@ def train(context: typer.Context) -> None:
 
 @app.command()
 def merge(
-    adapter: Annotated[Path, typer.Argument(help="A folder of `tinker checkpoint download`.")],
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            help="A tinker:// path, fetched with TINKER_BASE_URL and TINKER_API_KEY, or a folder "
+            "of `tinker checkpoint download`."
+        ),
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write; it must not exist.")],
     base: Annotated[
         str | None,
@@ -98,11 +106,28 @@ def merge(
     ] = "auto",
 ) -> None:
     """Put an adapter into its base model, for what loads no adapters."""
-    with _told():
+    with _told(), _adapter_folder(adapter) as folder:
         from trimtab.engine import merge as merging
 
-        merging.merge(adapter, _base_folder(base, adapter), out, dtype)
+        merging.merge(folder, _base_folder(base, folder), out, dtype)
     typer.echo(f"wrote {out}")
+
+
+@contextmanager
+def _adapter_folder(adapter: str) -> Iterator[Path]:
+    """A folder as it is; a server's path as the official command line fetches it, for a while."""
+    if not adapter.startswith("tinker://"):
+        yield Path(adapter)
+        return
+    from trimtab.errors import Invalid
+
+    command = (sys.executable, "-m", "tinker.cli", "checkpoint", "download", adapter, "-o")
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([*command, folder], capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if line.strip()]
+            raise Invalid(f"adapter: {adapter} was not fetched: {' '.join(said[-2:])}")
+        yield Path(folder) / adapter.removeprefix("tinker://").replace("/", "_")
 
 
 def _base_folder(base: str | None, adapter: Path) -> Path:
