@@ -11,7 +11,7 @@ from rich.console import Console
 from benchmarks.stability import grid, report
 from benchmarks.stability.variants import POSITIVE
 
-WHAT = "quick, full, held-out, columns, alternatives, constants or report"
+WHAT = "quick, full, held-out, columns, positives, alternatives, constants or report"
 app = typer.Typer(add_completion=False)
 
 
@@ -36,6 +36,7 @@ def main(
         "full": lambda: grid.full(chosen),
         "held-out": lambda: grid.held_out(chosen),
         "columns": lambda: grid.bias_and_staleness(chosen if losses else tuple(POSITIVE)),
+        "positives": grid.positives,
         "alternatives": grid.alternatives,
         "constants": grid.constants,
         "report": list,

@@ -78,6 +78,17 @@ def bias_and_staleness(variants: tuple[str, ...]) -> list[Cell]:
     ]
 
 
+def positives(variants: tuple[str, ...] = ("one", "min(1,8r)", "1/b")) -> list[Cell]:
+    """The weights of positive tokens that did well in both columns, on the grid's own tasks."""
+    return [
+        Cell(task, loss, staleness, "int8", seed)
+        for seed in SEEDS[:2]
+        for loss in variants
+        for staleness in (64, 16, 4, 0)
+        for task in TASKS
+    ]
+
+
 def alternatives(losses: tuple[str, ...] = ALTERNATIVES) -> list[Cell]:
     """The losses that are not served, beside ours: every staleness at int8 and int4 at 4,
     on the first seed."""

@@ -44,6 +44,8 @@ Weight = Callable[[Rows], Tensor]
 
 POSITIVE: dict[str, Weight] = {
     "one": lambda x: torch.ones_like(x.r),
+    "min(1,8r)": lambda x: (8 * x.r).clamp(max=1),
+    "min(1,4r)": lambda x: (4 * x.r).clamp(max=1),
     "min(1,2r)": lambda x: (2 * x.r).clamp(max=1),
     "min(1,1.25r)": lambda x: (1.25 * x.r).clamp(max=1),
     "min(1,sqrt r)": lambda x: x.r.sqrt().clamp(max=1),
