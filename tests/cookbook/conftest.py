@@ -48,11 +48,32 @@ def model_folder(real, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def cookbook(cookbook_python, model_folder, tmp_path_factory):
+def thinking(real):
+    """For what is rendered with a thinking model's form: its end must be one token."""
+    if not real:
+        pytest.skip("the tiny model has no token to spare for </think>")
+
+
+def thinks(folder, to):
+    """The model of `folder` with a tokenizer in which a token that nothing uses is `</think>`."""
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).symlink_to(file)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / name).read_text().replace("<jupyter_start>", "</think>")
+        (to / name).unlink()
+        (to / name).write_text(text)
+    return to
+
+
+@pytest.fixture(scope="session")
+def cookbook(cookbook_python, model_folder, real, tmp_path_factory):
     """SmolLM2 is served under its own name and under those that recipes have no option for."""
     root = tmp_path_factory.mktemp("cookbook")
-    names = [SMOLLM2, FIXED, ANSWERER, TEACHER]
-    words = [word for name in names for word in ("--model", f"{name}={model_folder}")]
+    served = {SMOLLM2: model_folder, FIXED: model_folder}
+    if real:
+        served |= dict.fromkeys((ANSWERER, TEACHER), thinks(model_folder, root / "thinks"))
+    words = [word for name in served for word in ("--model", f"{name}={served[name]}")]
     words += ["--port", "0", "--data-dir", str(root / "server"), "--threads", "1"]
     with open(root / "server.log", "w") as log:
         process = subprocess.Popen(

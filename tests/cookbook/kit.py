@@ -44,6 +44,11 @@ class Run:
         """What the run noted of its checkpoints, oldest first."""
         return _rows(self.folder / "checkpoints.jsonl")
 
+    def forget_checkpoints_after(self, count: int) -> None:
+        """Leave the notes of the first `count` checkpoints, as a run that was killed then would."""
+        notes = self.folder / "checkpoints.jsonl"
+        notes.write_text("".join(notes.read_text().splitlines(keepends=True)[:count]))
+
 
 @dataclass(frozen=True)
 class Cookbook:

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.nightly
 
 def falls(run, key="train_mean_nll"):
     values = run.steps(key)
-    assert values[-1] < 0.8 * values[0], values
+    assert values[-1] < values[0] - 0.1, values
 
 
 def test_sl_loop(cookbook):
@@ -37,30 +37,30 @@ def test_sl_basic(cookbook):
 
 
 def test_checkpoints_roll_and_a_run_resumes(cookbook):
-    """As in the cookbook's own test: 4 steps, then 2 more in the same folder."""
+    """Four steps; then as if it had stopped after the second, and on to the sixth: the two that are
+    done again come out the same."""
     options = TINY | {
         "model_name": SMOLLM2, "renderer_name": "qwen3_instruct", "batch_size": 4,
         "save_every": 2, "rolling_save_every": 1, "rolling_ttl_seconds": 3600,
-        "lr_schedule": "constant",
+        "lr_schedule": "constant", "behavior_if_log_dir_exists": "resume",
     }  # fmt: skip
-    first = cookbook.recipe(
-        "chat_sl.train", "chat_sl", **options, max_steps=4, behavior_if_log_dir_exists="delete"
-    )
+    first = cookbook.recipe("chat_sl.train", "chat_sl", **options, max_steps=4)
+    losses, kept = first.steps("train_mean_nll"), first.checkpoints()
     falls(first)
-    kept = first.checkpoints()
-    assert [row["name"] for row in kept if row.get("rolling")], kept
-    assert not [row for row in kept if row.get("rolling") and "sampler_path" in row]
-    assert [row["name"] for row in kept if "sampler_path" in row][-1] == "final"
+    assert [(row["name"], row.get("rolling", False)) for row in kept] == [
+        ("000001", True), ("000002", False), ("000003", True), ("final", False),
+    ]  # fmt: skip
+    assert ["sampler_path" in row for row in kept] == [False, True, False, True]
+    assert "Failed to delete" not in first.printed
 
-    resumed = cookbook.recipe(
-        "chat_sl.train", "chat_sl", **options, max_steps=6, behavior_if_log_dir_exists="resume"
-    )
-    losses = resumed.steps("train_mean_nll")
-    assert len(losses) == 6
-    assert max(losses[4:]) < losses[2]
+    first.forget_checkpoints_after(2)
+    resumed = cookbook.recipe("chat_sl.train", "chat_sl", **options, max_steps=6)
+    again = resumed.steps("train_mean_nll")[-4:]
+    assert again[:2] == pytest.approx(losses[2:], rel=1e-5)
+    assert again[-1] < losses[-1]
 
 
-def test_prompt_distillation(cookbook, tmp_path):
+def test_prompt_distillation(cookbook, thinking, tmp_path):
     """The data it samples from the prompted model, then training without the prompt."""
     made = tmp_path / "languages.jsonl"
     cookbook.module(
