@@ -31,6 +31,8 @@ def main(url, what="all"):
     for step in (trains, samples, saves, loads, stabilises):
         told, wrong = failure(lambda step=step: step(world))
         found["core"][step.__name__] = told or wrong
+        if wrong is not None:  # the others would wait on it
+            break
     if what != "core":
         for method in public_methods():
             found["methods"][method] = verdict(world, method)
