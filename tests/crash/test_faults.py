@@ -128,7 +128,7 @@ def test_a_snapshot_that_was_cut_short(nursery, crash_model, tmp_path):
     with pytest.raises(tinker.RequestFailedError, match=words + path):
         step(training, 2)
     resumed = service.create_training_client_from_state_with_optimizer(path).result()
-    assert step(resumed, 1)["step"] == 2
+    assert step(resumed, 1)["optimizer_step"] == 2
 
     [(kept,)] = home.read("SELECT folder FROM checkpoints")
     file = home.data / "checkpoints" / kept / "optimizer.safetensors"

@@ -178,6 +178,15 @@ def test_zero_advantages_move_nothing_but_the_counter(learner):
     assert learner.step_count("m") == 1
 
 
+def test_no_metric_of_a_step_takes_the_name_under_which_loops_log_their_own(trained):
+    """Loops merge these into their row of a step, whose number is its "step"."""
+    before = trained.step_count("m")
+    forward_backward(trained, random_data())
+    metrics = trained.optim_step("m", AdamParams()).metrics
+    assert "step" not in metrics
+    assert metrics["optimizer_step"] == before + 1
+
+
 def broken_datum(n: int = 5) -> TrainingDatum:
     """Its gradient overflows float32: a ratio near e^20 times 1e38."""
     inputs = {

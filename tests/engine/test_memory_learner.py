@@ -116,7 +116,7 @@ def test_a_datum_too_large_fails_its_request_and_names_the_limit(roomy, monkeypa
     assert caught.value.category == "user"
     monkeypatch.setattr(roomy, "_memory", Memory())
     assert torch.equal(window_of(roomy), window)
-    assert roomy.optim_step("m", AdamParams()).metrics["step"] == 2
+    assert roomy.optim_step("m", AdamParams()).metrics["optimizer_step"] == 2
     assert not torch.equal(weights_of(roomy), before)
 
 

@@ -154,7 +154,7 @@ class Training:
             "update_norm": moved,
             "exp_avg_norm": averages,
             "learning_rate": params.learning_rate,
-            "step": float(self.steps),
+            "optimizer_step": float(self.steps),
         }
 
     def _clip(self, limit: float) -> float:
