@@ -16,7 +16,7 @@ Row = dict[str, object]
 def write_all(root: Path) -> Path:
     """Every data set below `root`, and the sentences that prompt distillation reads there."""
     _write(root / "openai/gsm8k", {"train": _sums(64), "test": _sums(2)}, config="main")
-    _write(root / "HuggingFaceH4/no_robots", {"train": _chats(64), "test": _chats(2)})
+    _write(root / "HuggingFaceH4/no_robots", {"train": _chats(64), "test": _chats(4)})
     _write(root / "Anthropic/hh-rlhf", {"train": _preferences(64), "test": _preferences(2)})
     _write(root / "zwhe99/DeepMath-103K", {"train": _questions(32)})
     sentences = root / "tinker_cookbook/example_data/multilingual.txt"
