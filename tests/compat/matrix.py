@@ -90,8 +90,7 @@ results make of it.
 
 The core is training, sampling, saving, loading, and `stable_reinforce` where the SDK can record
 for it. {newest} was the newest release when this was measured; of those tried, {oldest} is the
-oldest whose core passes; before 0.25 forward_backward came as JSON, which this server does not
-read. An SDK beside the installed one, without a torch of its own:
+oldest whose core passes. An SDK beside the installed one, without a torch of its own:
 
     pip install --no-deps --target sdk-X tinker==X
     python -m tests.compat.matrix --sdk sdk-X          # --core: the core alone

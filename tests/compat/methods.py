@@ -16,7 +16,7 @@ def public_classes():
     """Name to class: everything that `tinker` and `tinker.types` export, errors aside."""
     found = {}
     for module in (types, tinker):
-        for name, value in vars(module).items():
+        for name, value in ((name, getattr(module, name)) for name in dir(module)):
             if not name.startswith("_") and inspect.isclass(value) and name not in INNER:
                 ours = value.__module__.startswith("tinker")
                 if ours and not issubclass(value, BaseException):

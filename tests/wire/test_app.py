@@ -17,7 +17,7 @@ from trimtab.service.core import Outcome
 from trimtab.wire import trimtab_pb2 as pb
 from trimtab.wire.app import BASE, ROUTES
 from trimtab.wire.calls import WireSettings
-from trimtab.wire.sessions import TESTED_SDK, client_flags
+from trimtab.wire.sessions import OLDER, TESTED_SDK, client_flags
 
 from .conftest import EARLY
 
@@ -39,7 +39,8 @@ def test_the_sdk_named_in_404s_is_the_one_the_tests_run_with():
 
 def test_every_switch_is_one_the_sdk_knows():
     known = set(tinker.types.ClientConfigResponse.model_fields)
-    assert set(client_flags(WireSettings())) <= known
+    assert set(client_flags(WireSettings())) - set(OLDER) <= known
+    assert not set(OLDER) & known, "no longer an older one's alone"
 
 
 def test_the_docs_have_a_row_for_each_route_and_no_other():

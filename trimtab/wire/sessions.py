@@ -9,6 +9,9 @@ from trimtab.wire.calls import Call, WireSettings, answer
 TESTED_SDK = "0.38.0"
 CHUNK_BYTES = 5_000_000  # what the client would put in a request by itself
 
+# For SDKs before 0.25, which else send forward_backward as JSON; newer ones know no other way.
+OLDER = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True}
+
 
 def client_flags(settings: WireSettings) -> dict[str, object]:
     """What the client asks of us: each switch is on because its endpoint exists.
@@ -25,6 +28,7 @@ def client_flags(settings: WireSettings) -> dict[str, object]:
         "sample_join_sampling_session": True,
         "sample_max_concurrent_requests": settings.max_concurrent_samples,
         "custom_loss_server_side": True,
+        **OLDER,
     }
 
 
