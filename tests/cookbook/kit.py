@@ -86,7 +86,7 @@ class Cookbook:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         run = Run(folder, done.stdout, time.monotonic() - began)
-        print(f"{run.seconds:.0f} s: {' '.join(words)[:300]}")
+        print(f"{run.seconds:.0f} s: {' '.join(words)[:300]}\n{done.stdout[-1500:]}")
         assert done.returncode == 0, done.stdout[-4000:]
         return run
 
