@@ -15,7 +15,7 @@ Row = dict[str, object]
 
 def write_all(root: Path) -> Path:
     """Every data set below `root`, and the sentences that prompt distillation reads there."""
-    _write(root / "openai/gsm8k", {"train": _sums(64), "test": _sums(2)}, config="main")
+    _write(root / "openai/gsm8k", {"train": _answers(64), "test": _answers(2)}, config="main")
     _write(root / "HuggingFaceH4/no_robots", {"train": _chats(64), "test": _chats(4)})
     _write(root / "Anthropic/hh-rlhf", {"train": _preferences(64), "test": _preferences(2)})
     _write(root / "zwhe99/DeepMath-103K", {"train": _questions(32)})
@@ -40,11 +40,11 @@ def _write(folder: Path, splits: dict[str, Iterator[Row]], config: str = "defaul
     (folder / "README.md").write_text(card + "---\n")
 
 
-def _sums(count: int) -> Iterator[Row]:
-    """All with the answer of the recipes' own example, 3: a small model then answers some right."""
-    for i in range(count):
-        a = i % 4
-        yield {"question": f"What is {a} + {3 - a}?", "answer": f"{a} and {3 - a} make 3.\n#### 3"}
+def _answers(count: int) -> Iterator[Row]:
+    """A question that a small model answers right now and then, in the form asked for."""
+    for _ in range(count):
+        question = "The answer is \\boxed{3}. What is the answer?"
+        yield {"question": question, "answer": "Three.\n#### 3"}
 
 
 def _chat(i: int) -> list[Row]:
