@@ -30,10 +30,10 @@ def test_rl_loop_trains_by_its_default_loss(cookbook, real):
     options = {key: value for key, value in TINY.items() if key != "eval_every"}
     run = cookbook.recipe(
         "rl_loop", "rl_loop",
-        **options | {"model_name": FIXED, "batch_size": 2, "group_size": 8, "max_tokens": 24},
-        max_steps=2,
+        **options | {"model_name": FIXED, "batch_size": 2, "group_size": 16, "max_tokens": 24},
+        max_steps=3,
     )  # fmt: skip
-    assert len(run.steps("reward/total")) == 2
+    assert len(run.steps("reward/total")) == 3
     if real:  # a random model earns nothing, and the recipe then skips the update
         assert max(run.steps("reward/total")) > 0
         assert run.steps("grad_norm")[0] > 0
