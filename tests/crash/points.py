@@ -90,8 +90,9 @@ def around(owner, name, told, trap) -> None:
     @functools.wraps(inner)
     async def wrapped(self, entry, *rest):
         told(lambda what, kind: trap.visit(f"{what}:before:{kind}"), entry)
-        await inner(self, entry, *rest)
+        answer = await inner(self, entry, *rest)
         told(lambda what, kind: trap.visit(f"{what}:after:{kind}"), entry)
+        return answer
 
     setattr(owner, name, wrapped)
 
