@@ -176,11 +176,14 @@ def kept_in(database: Path) -> float:
 
 
 def sweeping(run: Contender, database: Path, rounds: int) -> dict[str, float]:
-    """Fill the journal with expired copies of what it holds, and sample while they are dropped."""
+    """Fill the journal with copies of what it holds, sample, let them expire, and sample while they
+    are dropped."""
     ratios, dropped = [], []
     for _ in range(rounds):
-        quiet = seconds(run)
         fill(database, EXPIRED)
+        quiet = seconds(run)
+        with sqlite3.connect(database, timeout=60) as db:
+            db.execute("UPDATE sequences SET expires_at = 0 WHERE request_id = 'swept'")
         ratios.append(quiet / seconds(run))
         dropped.append(EXPIRED - left(database))
         while left(database):
@@ -196,12 +199,15 @@ def seconds(run: Contender) -> float:
 
 def fill(database: Path, count: int) -> None:
     with sqlite3.connect(database, timeout=60) as db:
-        [(name,)] = db.execute("SELECT MAX(sequence_id) FROM arrays WHERE head_ids IS NOT NULL")
+        [(name,)] = db.execute(
+            "SELECT MAX(sequence_id) FROM arrays WHERE head_ids IS NOT NULL"
+            " AND sequence_id NOT LIKE 'swept:%'"
+        )
         numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) "
         columns = "idx, length, temperature, versions, head_k, finished_at"
         db.execute(
             f"{numbers} INSERT INTO sequences SELECT 'swept:' || i, 'swept', session_id, {columns},"
-            " 0 FROM n, sequences WHERE sequence_id = ?",
+            " expires_at FROM n, sequences WHERE sequence_id = ?",
             (count, name),
         )
         db.execute(
