@@ -5,14 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
+from tests.custom_losses import encoded
 from trimtab.engine.torch_learner import TorchLearner
 from trimtab.errors import Invalid
 from trimtab.types import (
-    CustomLoss,
-    CustomLossInput,
-    CustomLossNode,
     LoraConfig,
     TrainingBatch,
     TrainingDatum,
@@ -23,19 +20,6 @@ from .reference import random_data, relative, train, window_of
 
 def weighted(logprobs, weights, scale):
     return -(weights * logprobs).sum() * scale, {"custom/scale:mean": scale.clone()}
-
-
-def custom(function, **ranks) -> CustomLoss:
-    handle = trace_loss(function, ranks, "session")
-    nodes = encode_graph(handle).model_dump()["nodes"]
-    return CustomLoss(
-        handle.name,
-        tuple(CustomLossInput(i.name, i.rank) for i in handle.inputs),
-        tuple(
-            CustomLossNode(n["op"], n["name"], n["target"], tuple(n["args"]), n["kwargs"])
-            for n in nodes
-        ),
-    )
 
 
 @pytest.fixture
@@ -60,7 +44,7 @@ def test_weighted_log_probabilities_are_cross_entropy(trained):
     plain = trained.forward_backward("m", TrainingBatch(1, tuple(expected), "cross_entropy", {}))
     window = window_of(trained)
     trained.clear_window("m")
-    loss = custom(weighted, logprobs=1, weights=1, scale=0)
+    loss = encoded(weighted, logprobs=1, weights=1, scale=0)
     batch = TrainingBatch(1, tuple(given), "custom", {}, custom=loss)
     found = trained.forward_backward("m", batch)
     assert relative(window_of(trained), window) < 1e-6
@@ -74,7 +58,7 @@ def test_a_loss_that_fails_at_run_time_names_its_node_and_adds_nothing(trained):
 
     trained.clear_window("m")
     data = tuple(random_data((5,), seed=1))
-    batch = TrainingBatch(1, data, "custom", {}, custom=custom(wrong, logprobs=1, weights=1))
+    batch = TrainingBatch(1, data, "custom", {}, custom=encoded(wrong, logprobs=1, weights=1))
     with pytest.raises(Invalid, match="'wrong', node 'add'"):
         trained.forward_backward("m", batch)
     assert trained._models["m"].window.gradients is None

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 
+from tests.custom_losses import encoded
 from trimtab.errors import Invalid
 from trimtab.losses import LOSSES, LossInputs
 from trimtab.losses.traced import trace
@@ -49,20 +49,6 @@ def alternatives(logprobs, teacher):
 
 
 LENGTHS = (5, 2, 7)
-
-
-def encoded(function, **ranks):
-    handle = trace_loss(function, ranks, "session")
-    nodes = encode_graph(handle).model_dump()["nodes"]
-    inputs = tuple(CustomLossInput(i.name, i.rank) for i in handle.inputs)
-    return CustomLoss(
-        handle.name,
-        inputs,
-        tuple(
-            CustomLossNode(n["op"], n["name"], n["target"], tuple(n["args"]), n["kwargs"])
-            for n in nodes
-        ),
-    )
 
 
 @pytest.mark.parametrize(
