@@ -426,3 +426,27 @@ def test_the_end_of_a_session_unloads_its_models(world):
             assert ("unload", m) in world.learner.calls
 
     run(script())
+
+
+@pytest.mark.parametrize("end", ["lost", "unloaded"])
+def test_a_model_that_ends_while_a_request_is_written_down_says_why(world, end):
+    async def script():
+        async with world.service() as service:
+            m = await new_model(service)
+            model, opened = service._parts.models.find(m), service._parts.futures.open
+
+            async def slow(entry, writes):
+                await opened(entry, writes)
+                service._parts.futures.open = opened
+                if end == "unloaded":
+                    await result(service, UnloadModel(m))
+                else:
+                    service._parts.models.left(model, "lost", "its weights are lost")
+                    await service._parts.lanes.abandon(m, model.why, "server")
+
+            service._parts.futures.open = slow
+            caught = await submit(service, forward_backward(m, 1, [1]))
+            lost, unloaded = "server: its weights are lost", f"user: model {m!r} was unloaded"
+            assert (await error(service, caught)).startswith(lost if end == "lost" else unloaded)
+
+    run(script())

@@ -242,11 +242,13 @@ class Lanes:
         return sum(1 for parked in lane.parked if parked < seq_id) < ahead <= FAR
 
     async def put(self, model_id: str, job: Job) -> None:
-        """Park a job until its turn. If the lane has gone past its id in the meantime (the gap
-        timeout struck between admission and here), the job fails."""
+        """Park a job until its turn. If the lane was closed in the meantime, or has gone past its
+        id (the gap timeout struck between admission and here), the job fails."""
         lane = self._lanes.get(model_id)
         if lane is None or lane.last is not None or job.seq_id < lane.next_seq:
-            error = f"seq_id {job.seq_id} of model {model_id!r} came too late to be run"
+            closed = lane is None or lane.last is not None
+            why = "is being unloaded" if closed else "gave up waiting for it"
+            error = f"seq_id {job.seq_id} of model {model_id!r} was not run: the model {why}"
             job.failed(error)
             await job.settle(Failed(error, "user"))
             return

@@ -58,6 +58,11 @@ class Model:
     def live(self) -> bool:
         return self.state in LIVE
 
+    @property
+    def fault(self) -> str:
+        """The category of `why`: nobody asked for a loss."""
+        return "server" if self.state == "lost" else "user"
+
 
 class Models:
     def __init__(self, store: Store) -> None:

@@ -111,8 +111,7 @@ class Orders:
 
     async def _accept(self, entry: Entry, model: Model, request: Request) -> Promise:
         if not model.live:
-            category = "server" if model.state == "lost" else "user"
-            await self._parts.futures.open_failed(entry, model.why, category)
+            await self._parts.futures.open_failed(entry, model.why, model.fault)
             return entry.promise
         try:
             if isinstance(request, UnloadModel):
@@ -122,8 +121,16 @@ class Orders:
         except UserError as error:
             return await self._refuse(entry, model, error)
         await self._parts.futures.open(entry, order.writes)
-        await self._parts.lanes.put(model.record.model_id, self.job(entry, model, order.run))
+        await self.park(self.job(entry, model, order.run), model)
         return entry.promise
+
+    async def park(self, job: Job, model: Model) -> None:
+        """Give an accepted request its place. The model may have ended while it was written down:
+        it is answered as every later one is."""
+        if model.live:
+            await self._parts.lanes.put(model.record.model_id, job)
+        else:
+            await job.settle(Failed(model.why, model.fault))
 
     async def _refuse(self, entry: Entry, model: Model, error: UserError) -> Promise:
         """Journal a bad request and use its id up. Raises `error`, unless it came early."""

@@ -170,8 +170,7 @@ class TakeUp:
                 await parts.lanes.put(model_id, job)
             else:
                 run = orders.journalled(entry.request_id, entry.kind, model)
-                job = orders.job(entry, model, run, sizes[entry.seq_id])
-                await parts.lanes.put(model_id, job)
+                await orders.park(orders.job(entry, model, run, sizes[entry.seq_id]), model)
 
     def _creation(self, entry: Entry) -> Run:
         def run() -> Done:
