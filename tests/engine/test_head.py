@@ -59,6 +59,25 @@ def test_values_and_gradients_equal_the_dense_ones(scale, softcap, chunk_bytes, 
     assert not mine[0][4:7].any()
 
 
+@pytest.mark.parametrize("chunk_bytes, kept_bytes", BUDGETS)
+def test_a_row_that_several_ask_about_gets_the_sum_of_their_gradients(chunk_bytes, kept_bytes):
+    head, adapter, hidden, ids = make(0.5, 3.0, chunk_bytes=chunk_bytes, kept_bytes=kept_bytes)
+    rows = torch.tensor([3, 0, 3, 8, 0, 3, 5, 1, 4])
+    temperature = torch.tensor([0.7, 1.0, 2.0, 0.7, 0.7, 1.0, 1.0, 3.0, 1.0])
+    weight = torch.randn(N, K, dtype=torch.float64)
+    weight[[2, 6]] = 0
+    plan = [(adapter, 0, N)]
+    found, tempered = head.selected_logprobs(hidden, ids, plan, temperature, rows)
+    expected = dense(head, adapter, hidden)[rows].gather(1, ids)
+    torch.testing.assert_close(found, expected)
+    hot = dense(head, adapter, hidden[rows], temperature.double()[:, None]).gather(1, ids)
+    torch.testing.assert_close(tempered, hot)
+    inputs = [hidden, *adapter.parameters()]
+    mine, theirs = (torch.autograd.grad((x * weight).sum(), inputs) for x in (found, expected))
+    for m, t in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(m, t)
+
+
 def test_tempered_values_are_those_of_scaled_logits_and_carry_no_gradient():
     head, adapter, hidden, ids = make(1.0, None, chunk_bytes=2 * V * 4)
     temperature = torch.tensor([1.0, 0.7, 2.0, 1.0, 1e-12, 1.0, 1.0, 0.7, 3.0])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trimtab.engine import torch_learner
+from trimtab.engine.attention import PackedCausal
 from trimtab.engine.torch_learner import TorchLearner
 from trimtab.errors import Invalid, NotFound, Stopping
 from trimtab.losses.base import Loss
@@ -322,7 +323,7 @@ def on_policy(learner: TorchLearner, lengths, temperature: float, k: int = 8):
         tokens, targets = rng.integers(0, 300, (2, n))
         rows = torch.tensor(tokens)
         plan = [(adapter, 0, n)]
-        attention = torch_learner.PackedCausal([n])
+        attention = PackedCausal([n])
         with torch.no_grad():
             hidden = net.hidden(rows, torch.arange(n), attention, plan)
         q_NV = (net.head.logits(hidden, plan) / temperature).log_softmax(-1)
@@ -371,11 +372,11 @@ def test_a_request_may_mix_datums_with_and_without_a_record(trained):
     [a, b] = on_policy(trained, (4, 9), 0.7)
     wide = random_data((5,), alternatives=20)
     found = trained._logprobs(
-        trained._models["m"].adapter, torch_learner.MicroBatch(0, (a, wide[0], b))
+        trained._models["m"].adapter, torch_learner.MicroBatch.of(0, (a, wide[0], b))
     )
     assert [tuple(x.shape) for _, x, _ in found] == [(4, 9), (5, 20), (9, 9)]
     [(_, alone, _)] = trained._logprobs(
-        trained._models["m"].adapter, torch_learner.MicroBatch(0, (b,))
+        trained._models["m"].adapter, torch_learner.MicroBatch.of(0, (b,))
     )
     torch.testing.assert_close(found[2][1], alone, atol=1e-5, rtol=0)
 

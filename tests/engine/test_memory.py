@@ -131,8 +131,10 @@ def test_a_pass_needs_what_was_said_or_somewhat_less(base_of, architecture):
     learner = TorchLearner(base, micro_batch_tokens=10_000, threads=1)
     learner.create("m", LoraConfig(rank=4, seed=1))
     rows = np.zeros(64, np.int64)
-    data = tuple(TrainingDatum(rows.astype(np.int32), {"target_tokens": rows}) for _ in range(64))
-    need = learner._need(learner._model("m"), MicroBatch(0, data), True) / MIB
+    data = tuple(
+        TrainingDatum(np.full(64, i, np.int32), {"target_tokens": rows}) for i in range(64)
+    )
+    need = learner._need(learner._model("m"), MicroBatch.of(0, data), True) / MIB
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the mark begins anew

@@ -9,7 +9,7 @@ causal in itself, no padding anywhere. Knows nothing of caches or of adapters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Protocol
@@ -111,6 +111,31 @@ class Rule:
     window: int | None
     softcap: float | None
 
+    def plain(self, length: int) -> bool:
+        """Whether rows of a segment this long see all before them, by an ordinary softmax."""
+        return self.softcap is None and (self.window is None or length <= self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """`prefix` packed rows that several segments begin with, then the `own` rows of each."""
+
+    prefix: int
+    own: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.prefix + sum(self.own)
+
+    @property
+    def pairs(self) -> int:
+        """Of a row and one that it may see, or that stands in its segment."""
+        return self.prefix**2 + sum(n * (self.prefix + n) for n in self.own)
+
+    @property
+    def longest(self) -> int:
+        return self.prefix + max(self.own, default=0)
+
 
 @dataclass(slots=True)
 class PackedCausal:
@@ -143,18 +168,16 @@ class PackedCausal:
     ) -> Tensor:
         rule = Rule(scale, window, softcap)
         out = []
-        start = 0
-        for length, run in groupby(self.lengths):
-            stop = start + length * sum(1 for _ in run)
+        for start, stop, length in runs(self.lengths):
             q_SHLD, k_SHLD, v_SHLD = (split(x[:, :, start:stop], length) for x in (q, k, v))
-            out.append(self._segments(q_SHLD, k_SHLD, v_SHLD, rule))
-            start = stop
+            out.append(self.segments(q_SHLD, k_SHLD, v_SHLD, rule))
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
-    def _segments(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
-        """q (S, Hq, L, D), k and v (S, Hkv, L, D) -> (1, S*L, Hq, D)."""
-        length = q.shape[2]
-        if rule.softcap is None and (rule.window is None or length <= rule.window):
+    def segments(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        """q (S, Hq, L, D) against k and v (S, Hkv, P + L, D), whose last L rows are q's own
+        -> (1, S*L, Hq, D)."""
+        length = k.shape[2]
+        if rule.plain(length) and q.shape[2] == length:
             out = causal(q, k, v, rule.scale)
         else:
             out = self._blocks(q, k, v, rule)
@@ -162,14 +185,14 @@ class PackedCausal:
 
     def _blocks(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         """Query blocks against only the keys their window reaches: memory is L*W, not L*L."""
-        length = q.shape[2]
-        window = min(rule.window or length, length)
+        length, before = q.shape[2], k.shape[2] - q.shape[2]
+        window = min(rule.window or k.shape[2], k.shape[2])
         out = []
         for start in range(0, length, BLOCK):
             stop = min(start + BLOCK, length)
-            first = max(0, start - window + 1)
-            mask = self._mask(stop - start, start - first, window).to(q.device)
-            keys, values = k[:, :, first:stop], v[:, :, first:stop]
+            first = max(0, before + start - window + 1)
+            mask = self._mask(stop - start, before + start - first, window).to(q.device)
+            keys, values = k[:, :, first : before + stop], v[:, :, first : before + stop]
             out.append(
                 masked(
                     q[:, :, start:stop], keys, values, mask, scale=rule.scale, softcap=rule.softcap
@@ -186,6 +209,17 @@ class PackedCausal:
             j = torch.arange(rows + before)[None, :]
             self.masks[key] = (j <= i) & (j > i - window)
         return self.masks[key]
+
+
+def runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first row, past the last, length) of each run of neighbours of equal length, empty ones
+    left out."""
+    start = 0
+    for length, run in groupby(lengths):
+        stop = start + length * sum(1 for _ in run)
+        if length:
+            yield start, stop, length
+        start = stop
 
 
 def split(x: Tensor, length: int) -> Tensor:

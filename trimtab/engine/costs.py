@@ -1,6 +1,6 @@
 """What a forward and backward pass keeps in memory, measured once a net and then computed.
 
-M packed rows of a pass, L rows of a segment, K ids asked a row, V vocabulary. Autograd says what it
+M packed rows of a pass, L rows of a segment, V vocabulary. Autograd says what it
 keeps: a pass of L rows and one of twice as many give the bytes a row and, where attention keeps its
 scores, the bytes a pair of rows. Counts of bytes, not timings, so they are the same in every run.
 Knows nothing of data or of limits.
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.engine.adapters import new_adapter
-from trimtab.engine.attention import PackedCausal
+from trimtab.engine.attention import Segments
 from trimtab.engine.lora import Adapter
 from trimtab.engine.net import Net, features
+from trimtab.engine.shared_attention import SharedCausal
 from trimtab.types import LoraConfig
 
 ROWS = 32  # of the shorter of the two passes
 SPARE = 1.5  # over what autograd keeps: what is alive for a moment, and the allocator's rounding
-COLUMNS = 6  # float numbers a row and asked id that a loss keeps
+COLUMNS = 6  # float numbers that a loss keeps for each id it asks about
 CHUNKS = 4  # chunks of logits alive at once beside those kept
 
 
@@ -41,14 +42,17 @@ class PassCost:
     chunk_bytes: int
     kept_bytes: int
 
-    def bytes(self, lengths: Sequence[int], ids: int, adapter: Adapter, *, backward: bool) -> int:
-        """About what a pass over segments of these lengths needs at its peak, on the high side."""
-        rows = sum(lengths)
-        pairs = sum(length * length for length in lengths)
+    def bytes(
+        self, segments: Sequence[Segments], ids: int, adapter: Adapter, *, backward: bool
+    ) -> int:
+        """About what a pass over these segments needs at its peak, on the high side, when it is
+        asked for `ids` log-probabilities in all."""
+        rows = sum(each.rows for each in segments)
+        pairs = sum(each.pairs for each in segments)
         kept = rows * (self.row + self.rank * adapter.config.rank) + pairs * self.pair
         logits = rows * self.vocab_size * 4
         chunks = CHUNKS * min(self.chunk_bytes, logits)
-        loss = rows * ids * 4 * COLUMNS
+        loss = ids * 4 * COLUMNS
         if not backward:
             return int(SPARE * (2 * kept / self.layers + 4 * rows * self.widest + chunks + loss))
         gradients = sum(p.numel() * p.element_size() for p in adapter.parameters())
@@ -96,7 +100,7 @@ def kept_bytes(net: Net, device: torch.device, adapter: Adapter, rows: int) -> i
 
     tokens = torch.zeros(rows, dtype=torch.int64, device=device)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        plan = PackedCausal([rows])
+        plan = SharedCausal([Segments(0, (rows,))])
         hidden = net.hidden(tokens, torch.arange(rows, device=device), plan, [(adapter, 0, rows)])
     del hidden
     return sum(held.values())

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from trimtab.engine import checkpoint
 from trimtab.engine.adapters import adapter_bytes, check_lora, new_adapter
-from trimtab.engine.attention import PackedCausal
 from trimtab.engine.batching import (
     Joined,
     MicroBatch,
@@ -29,6 +28,7 @@ from trimtab.engine.batching import (
     joined,
     micro_batches,
     packed,
+    rows_of,
     temperatures,
     to,
     unpack,
@@ -39,6 +39,7 @@ from trimtab.engine.lora import Adapter
 from trimtab.engine.memory import MIB, Memory, first_line, is_out_of_memory
 from trimtab.engine.models import BaseModel
 from trimtab.engine.numerics import use_threads
+from trimtab.engine.shared_attention import SharedCausal
 from trimtab.engine.training import Training, check_adam
 from trimtab.errors import Invalid, NotFound, ServerError, Stopping, TooLarge, TrimtabError
 from trimtab.losses import LOSSES
@@ -140,7 +141,8 @@ class TorchLearner:
         if run.gradients is not None:
             culprits = [(batch.seq_id, i) for i in run.culprits]
             model.window.add(batch.seq_id, run.gradients, culprits)
-        return ForwardBackwardResult(tuple(run.logprobs), combine(run.metrics, len(batch.data)))
+        logprobs = tuple(run.logprobs[i] for i in range(len(batch.data)))
+        return ForwardBackwardResult(logprobs, combine(run.metrics, len(batch.data)))
 
     def _loss(self, batch: TrainingBatch) -> Loss:
         if batch.custom is not None:
@@ -183,8 +185,8 @@ class TorchLearner:
             run.add(self._gradients(model, loss, micro, run))
 
     def _need(self, model: Training, micro: MicroBatch, backward: bool) -> int:
-        ids = max(width(datum) for datum in micro.data)
-        return self._cost.bytes(micro.lengths, ids, model.adapter, backward=backward)
+        ids = micro.asked * max(width(datum) for datum in micro.data)
+        return self._cost.bytes(micro.segments, ids, model.adapter, backward=backward)
 
     @cached_property
     def _cost(self) -> PassCost:
@@ -195,8 +197,8 @@ class TorchLearner:
     ) -> TrimtabError:
         """What a request fails with whose datum does not fit alone: the user's fault if it never
         would, else the moment's."""
-        rows, room = micro.lengths[0], self._room // MIB
-        text = f"data[{micro.first}]: memory does not suffice for its {rows} tokens ({why})"
+        rows, room = micro.asked, self._room // MIB
+        text = f"data[{micro.indices[0]}]: memory does not suffice for its {rows} tokens ({why})"
         if self._need(model, micro, backward) > self._room:
             return TooLarge(f"{text}; with nothing else loaded there would be {room} MiB")
         return ServerError(f"{text}; send it again when less is going on")
@@ -226,12 +228,16 @@ class TorchLearner:
         asks for, untempered with their gradient and tempered without."""
         tokens_M, positions_M = packed(micro, self._device)
         plan = [(adapter, 0, len(tokens_M))]
-        hidden_M = self._net.hidden(tokens_M, positions_M, PackedCausal(micro.lengths), plan)
-        logprobs_MK, tempered_MK = self._net.head.selected_logprobs(
-            hidden_M, asked_ids(micro, self._device), plan, temperatures(micro, self._device)
+        hidden_M = self._net.hidden(tokens_M, positions_M, SharedCausal(micro.segments), plan)
+        logprobs_NK, tempered_NK = self._net.head.selected_logprobs(
+            hidden_M,
+            asked_ids(micro, self._device),
+            plan,
+            temperatures(micro, self._device),
+            rows_of(micro, self._device),
         )
         pieces = joined(micro)
-        each = unpack(logprobs_MK, pieces), unpack(tempered_MK, pieces)
+        each = unpack(logprobs_NK, pieces), unpack(tempered_NK, pieces)
         return list(zip(pieces, *each, strict=True))
 
     def _gradients(
@@ -246,12 +252,11 @@ class TorchLearner:
     def _culprits(self, model: Training, micro: MicroBatch, run: Run) -> list[int]:
         """Which datums of a micro-batch with a broken gradient break it, each run on its own."""
         found = []
-        for i, datum in enumerate(micro.data):
-            alone = MicroBatch(micro.first + i, (datum,))
-            loss = self._forward(model.adapter, alone, run.apart())
+        for i, datum in zip(micro.indices, micro.data, strict=True):
+            loss = self._forward(model.adapter, MicroBatch.of(i, (datum,)), run.apart())
             if not all_finite(gradients_of(loss, model.parameters)):
-                found.append(alone.first)
-        return found or [micro.first + i for i in range(len(micro.data))]
+                found.append(i)
+        return sorted(found or micro.indices)
 
     # ----------------------------------------------------------------------- files
 
@@ -307,7 +312,7 @@ class Run:
     loss: Loss
     config: Mapping[str, float]
     learner_step: float
-    logprobs: list[np.ndarray] = field(default_factory=list)
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # by index in the request
     metrics: list[Metrics] = field(default_factory=list)
     gradients: list[Tensor] | None = None
     culprits: list[int] = field(default_factory=list)
@@ -322,7 +327,8 @@ class Run:
         inputs = loss_inputs(piece, logprobs_NK, tempered_NK, self.learner_step, device)
         outputs = self.loss(inputs, self.config)
         logprobs = inputs.target_logprobs.detach().float().cpu()
-        self.logprobs.extend(part.numpy() for part in logprobs.split(piece.lengths))
+        each = (part.numpy() for part in logprobs.split(piece.lengths))
+        self.logprobs |= zip(piece.indices, each, strict=True)
         self.metrics.append({"loss:sum": outputs.loss.detach(), **outputs.metrics})
         return outputs
 
@@ -335,7 +341,7 @@ class Run:
 
     def join(self, part: Run) -> None:
         """Take what a part of the call has gathered."""
-        self.logprobs += part.logprobs
+        self.logprobs |= part.logprobs
         self.metrics += part.metrics
         self.culprits += part.culprits
         if part.gradients is not None:
