@@ -40,7 +40,7 @@ def main() -> None:
         path = options.model or tiny_qwen3(Path(folder))
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         base = BaseModel.load("bench", path, learner_dtype="float32", sampler_dtype="float32")
-    sampler = TorchSampler(base, threads=1 if options.cpu else None)
+    sampler = TorchSampler(base)
     sampler.publish("base", WeightsRef("base", base.info.name))
     sampler.start()
     report = {"model": str(options.model or "tiny qwen3"), "parameters": base.info.parameters}

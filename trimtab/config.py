@@ -75,7 +75,10 @@ class ServerConfig(BaseModel):
     )
     max_lora_rank: int = Field(128, ge=1, le=4096, description="The largest LoRA rank.")
     threads: int | None = Field(
-        None, ge=1, description="Cores one operation uses; by default all of them."
+        None,
+        ge=1,
+        description="Cores the server computes on; by default all of them. A learner takes all, a "
+        "sampler half while a learner computes.",
     )
     micro_batch_tokens: int = Field(
         2048,

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from trimtab.config import ModelSource, ServerConfig, is_loopback
 from trimtab.errors import Invalid
@@ -27,6 +27,7 @@ from trimtab.errors import Invalid
 if TYPE_CHECKING:
     import uvicorn
 
+    from trimtab.engine.cores import Cores
     from trimtab.engine.memory import Memory
     from trimtab.service.core import Engine, Service, Store
     from trimtab.service.keys import Keys
@@ -50,6 +51,7 @@ def load_engines(config: ServerConfig, progress: Progress) -> dict[str, Engine]:
     progress("importing torch and transformers", 0.0)
     import torch
 
+    from trimtab.engine.cores import Cores
     from trimtab.engine.memory import Memory
     from trimtab.tiny import quiet
 
@@ -58,6 +60,7 @@ def load_engines(config: ServerConfig, progress: Progress) -> dict[str, Engine]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     sources = config.models()
     memory = Memory(None if config.memory_mib is None else config.memory_mib * MIB, device)
+    machine = Machine(device, memory, Cores(config.threads))
     engines = {}
     for index, source in enumerate(sources):
 
@@ -65,12 +68,20 @@ def load_engines(config: ServerConfig, progress: Progress) -> dict[str, Engine]:
             progress(what, (before + done) / len(sources))
 
         with quiet():
-            engines[source.name] = load_engine(config, source, memory, device, part)
+            engines[source.name] = load_engine(config, source, machine, part)
     return engines
 
 
+class Machine(NamedTuple):
+    """What all engines of a process share."""
+
+    device: str
+    memory: Memory
+    cores: Cores
+
+
 def load_engine(
-    config: ServerConfig, source: ModelSource, memory: Memory, device: str, progress: Progress
+    config: ServerConfig, source: ModelSource, machine: Machine, progress: Progress
 ) -> Engine:
     from trimtab.engine.models import BaseModel
     from trimtab.engine.sampling_limits import SamplerLimits
@@ -82,17 +93,16 @@ def load_engine(
     base = BaseModel.load(
         source.name,
         source.path,
-        device=device,
+        device=machine.device,
         learner_dtype=config.dtype,
         sampler_dtype=config.sampler_dtype,
         max_context=config.max_context,
         max_lora_rank=config.max_lora_rank,
         progress=progress,
     )
-    if memory.free() <= 0:
-        raise Invalid(
-            f"memory_mib: {memory.limit // MIB} MiB do not suffice for the weights of {source.name}"
-        )
+    if machine.memory.free() <= 0:
+        limit = machine.memory.limit // MIB
+        raise Invalid(f"memory_mib: {limit} MiB do not suffice for the weights of {source.name}")
     limits = SamplerLimits(
         kv_bytes=config.kv_cache_mib * MIB,
         rows=config.sampling_rows,
@@ -101,10 +111,10 @@ def load_engine(
     learner = TorchLearner(
         base,
         micro_batch_tokens=config.micro_batch_tokens,
-        threads=config.threads,
-        memory=memory,
+        cores=machine.cores,
+        memory=machine.memory,
     )
-    sampler = TorchSampler(base, limits=limits, threads=config.threads, memory=memory)
+    sampler = TorchSampler(base, limits=limits, cores=machine.cores, memory=machine.memory)
     return Engine(learner.info, learner, sampler, TokenizerText.of(base.tokenizer))
 
 

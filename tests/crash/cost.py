@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from trimtab import tiny
+from trimtab.engine.cores import Cores
 from trimtab.engine.models import BaseModel
 from trimtab.engine.torch_learner import TorchLearner
 from trimtab.service import paths
@@ -39,7 +40,7 @@ def batch(vocabulary: int, tokens: int, length: int, seq_id: int) -> TrainingBat
 
 def training(base: BaseModel, tokens: int, rank: int, seconds: float, home: Path) -> dict:
     """Blocks of work with and without snapshots in turn, so that a slow machine is slow to both."""
-    learner = TorchLearner(base, threads=1)
+    learner = TorchLearner(base, cores=Cores(1))
     learner.create("m", LoraConfig(rank=rank, seed=1))
     settings, writer, numbers = ServiceSettings(), ThreadPoolExecutor(1), iter(range(10**9))
     copies, writes, works, times = [], [], [], {True: [], False: []}

@@ -18,9 +18,9 @@ from torch import Tensor
 from trimtab.engine import checkpoint
 from trimtab.engine.adapters import new_adapter
 from trimtab.engine.base import SampleWork
+from trimtab.engine.cores import Cores
 from trimtab.engine.lora import Adapter
 from trimtab.engine.models import BaseModel
-from trimtab.engine.numerics import use_threads
 from trimtab.engine.sampling_limits import SamplerLimits
 from trimtab.engine.torch_sampler import TorchSampler
 from trimtab.types import (
@@ -57,7 +57,7 @@ def request(prompt: np.ndarray, num_samples: int = 1, **options: Any) -> Sample:
 @contextmanager
 def sampling(base: BaseModel, *, run: bool = True, **limits: int) -> Iterator[TorchSampler]:
     """A sampler with the base model published as "base"; not `run`: the test calls `step`."""
-    sampler = TorchSampler(base, limits=SamplerLimits(**limits), threads=1)
+    sampler = TorchSampler(base, limits=SamplerLimits(**limits), cores=Cores(1))
     sampler.publish("base", WeightsRef("base", base.info.name))
     if run:
         sampler.start()
@@ -71,12 +71,12 @@ def sampling(base: BaseModel, *, run: bool = True, **limits: int) -> Iterator[To
 def step(sampler: TorchSampler, times: int = 1) -> None:
     """Run the sampler's thread's loop here, as long as there is something to do."""
     threads = torch.get_num_threads()
-    use_threads(1)
+    torch.set_num_threads(1)
     for _ in range(times):
         if sampler._inbox or sampler._loop.busy:
             sampler._next_work()
             sampler._loop.step()
-    use_threads(threads)
+    torch.set_num_threads(threads)
 
 
 def submit(

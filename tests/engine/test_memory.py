@@ -13,6 +13,7 @@ import torch
 
 from trimtab.engine import memory as module
 from trimtab.engine.batching import MicroBatch
+from trimtab.engine.cores import Cores
 from trimtab.engine.memory import (
     MIB,
     SHARE,
@@ -128,7 +129,7 @@ def peak_mib() -> float:
 def test_a_pass_needs_what_was_said_or_somewhat_less(base_of, architecture):
     """Held against the process' own high-water mark; Gemma's attention keeps its scores."""
     base = base_of(architecture)
-    learner = TorchLearner(base, micro_batch_tokens=10_000, threads=1)
+    learner = TorchLearner(base, micro_batch_tokens=10_000, cores=Cores(1))
     learner.create("m", LoraConfig(rank=4, seed=1))
     rows = np.zeros(64, np.int64)
     data = tuple(

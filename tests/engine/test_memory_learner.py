@@ -9,6 +9,7 @@ import torch
 
 from trimtab.engine import memory as memory_module
 from trimtab.engine import torch_learner
+from trimtab.engine.cores import Cores
 from trimtab.engine.memory import Memory
 from trimtab.engine.torch_learner import TorchLearner
 from trimtab.errors import Invalid, ServerError, TooLarge
@@ -206,7 +207,7 @@ def mine_beside(llama, poison) -> torch.Tensor:
     """My weights and moments after three steps, with `poison` between any two of my calls."""
     dro = LOSSES["dro"]
     broken = {**LOSSES, "dro": Loss(dro.spec, lambda inputs, config: 1 / 0)}
-    learner = TorchLearner(llama, micro_batch_tokens=16, threads=1, losses=broken)
+    learner = TorchLearner(llama, micro_batch_tokens=16, cores=Cores(1), losses=broken)
     learner.create("mine", LoraConfig(rank=4, seed=1))
     learner.create("theirs", LoraConfig(rank=4, seed=2))
     for i in range(3):
@@ -225,7 +226,7 @@ def test_a_tenants_poison_leaves_anothers_weights_as_they_would_have_been(llama,
 
 
 def test_a_poisoned_tenant_goes_on_too(llama):
-    learner = TorchLearner(llama, threads=1)
+    learner = TorchLearner(llama, cores=Cores(1))
     learner.create("theirs", LoraConfig(rank=4, seed=2))
     nan(learner)
     out_of_memory(learner)

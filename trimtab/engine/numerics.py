@@ -1,4 +1,4 @@
-"""Which dtype to compute in, by a short measurement, and how many threads.
+"""Which dtype to compute in, by a short measurement.
 
 float32 is what agreement is promised in. "auto" takes bfloat16 only for a checkpoint stored in 16
 bits and on a device that multiplies it clearly faster, which CPUs without bfloat16 units do not (by
@@ -43,9 +43,3 @@ def seconds(dtype: torch.dtype, device: torch.device) -> float:
         (x @ x)[0, 0].item()  # waits for an accelerator to finish
         best = min(best, time.perf_counter() - started)
     return best
-
-
-def use_threads(threads: int | None) -> None:
-    """Let the calling thread use this many cores inside one operation (None: torch's choice)."""
-    if threads is not None and torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)

@@ -34,11 +34,11 @@ from trimtab.engine.batching import (
     unpack,
     width,
 )
+from trimtab.engine.cores import Cores
 from trimtab.engine.costs import PassCost, measured
 from trimtab.engine.lora import Adapter
 from trimtab.engine.memory import MIB, Memory, first_line, is_out_of_memory
 from trimtab.engine.models import BaseModel
-from trimtab.engine.numerics import use_threads
 from trimtab.engine.shared_attention import SharedCausal
 from trimtab.engine.training import Training, check_adam
 from trimtab.errors import Invalid, NotFound, ServerError, Stopping, TooLarge, TrimtabError
@@ -66,8 +66,8 @@ class TorchLearner:
     """engine.base.Learner on torch, for any number of models on one base model.
 
     `micro_batch_tokens` bounds the rows of one forward and backward pass and with them the memory;
-    `threads` is what the calling thread uses inside one operation; `losses` what it can train with;
-    `memory` bounds all that is computed here, and is the machine's where none is given.
+    `cores` is shared with the samplers of the process; `losses` what it can train with; `memory`
+    bounds all that is computed here, and is the machine's where none is given.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TorchLearner:
         *,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         max_lora_rank: int | None = None,
-        threads: int | None = None,
+        cores: Cores | None = None,
         losses: Mapping[str, Loss] = LOSSES,
         memory: Memory | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class TorchLearner:
         self._net = base.learner_net
         self._device = base.device
         self._micro_batch_tokens = micro_batch_tokens
-        self._threads = threads
+        self._cores = Cores() if cores is None else cores
         self._models: dict[str, Training] = {}
         self._stopping = threading.Event()
         self._memory = Memory(device=base.device) if memory is None else memory
@@ -129,15 +129,15 @@ class TorchLearner:
     # ----------------------------------------------------------------------- training
 
     def forward_backward(self, model_id: str, batch: TrainingBatch) -> ForwardBackwardResult:
-        use_threads(self._threads)
         model = self._model(model_id)
         loss = self._loss(batch)
         check_data(batch.data, self.info.vocab_size, self.info.max_context)
         run = Run(loss, batch.loss_fn_config, float(model.steps))
-        for micro in micro_batches(batch.data, self._micro_batch_tokens):
-            if self._stopping.is_set():
-                raise Stopping("the server is stopping; the request stays journalled")
-            self._carry(model, micro, run, backward=not batch.forward_only)
+        with self._cores.learning():
+            for micro in micro_batches(batch.data, self._micro_batch_tokens):
+                if self._stopping.is_set():
+                    raise Stopping("the server is stopping; the request stays journalled")
+                self._carry(model, micro, run, backward=not batch.forward_only)
         if run.gradients is not None:
             culprits = [(batch.seq_id, i) for i in run.culprits]
             model.window.add(batch.seq_id, run.gradients, culprits)
@@ -152,10 +152,9 @@ class TorchLearner:
         return self._losses[batch.loss_fn]
 
     def optim_step(self, model_id: str, params: AdamParams) -> OptimStepResult:
-        use_threads(self._threads)
         model = self._model(model_id)
         size = sum(p.numel() * p.element_size() for p in model.parameters)
-        with self._alone("optim_step", size * STATES):
+        with self._cores.learning(), self._alone("optim_step", size * STATES):
             return OptimStepResult(model.step(params))
 
     def _carry(self, model: Training, micro: MicroBatch, run: Run, *, backward: bool) -> None:

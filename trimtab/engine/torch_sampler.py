@@ -16,13 +16,13 @@ import torch
 from trimtab.engine import checkpoint
 from trimtab.engine.base import SampleWork
 from trimtab.engine.cached_attention import layout_of
+from trimtab.engine.cores import IDLE, Cores
 from trimtab.engine.fast_net import faster
 from trimtab.engine.jobs import Job
 from trimtab.engine.kv import KVMemory, Shape
 from trimtab.engine.lora import Adapter
 from trimtab.engine.memory import MIB, Memory
 from trimtab.engine.models import BaseModel
-from trimtab.engine.numerics import use_threads
 from trimtab.engine.sampling_limits import SamplerLimits, check_sample, new_tokens
 from trimtab.engine.sampling_loop import SamplingLoop, as_server_error
 from trimtab.engine.stops import decoder
@@ -37,8 +37,8 @@ _STOPPING = "the server is stopping; the request stays journalled"
 class TorchSampler:
     """engine.base.Sampler on torch, for any number of adapters on one base model.
 
-    `threads` is what the sampler's thread uses inside one operation; `memory` bounds what it
-    computes and remembers, and is the machine's where none is given.
+    `cores` is shared with the learners of the process; `memory` bounds what it computes and
+    remembers, and is the machine's where none is given.
 
         >>> sampler = TorchSampler(base)
         >>> sampler.start()
@@ -51,13 +51,13 @@ class TorchSampler:
         base: BaseModel,
         *,
         limits: SamplerLimits = SamplerLimits(),
-        threads: int | None = None,
+        cores: Cores | None = None,
         memory: Memory | None = None,
     ) -> None:
         self.info: BaseModelInfo = base.info
         self.limits = limits
         self._base = base
-        self._threads = threads
+        self._cores = Cores() if cores is None else cores
         self._decode = None if base.tokenizer is None else decoder(base.tokenizer)
         self._net = faster(base.sampler_net, packed_bytes=limits.packed_bytes)
         self._layout = layout_of(self._net, base.device)
@@ -67,8 +67,9 @@ class TorchSampler:
         self._loop = self._new_loop()
         self._inbox: list[Job] = []
         self._changed = threading.Condition()
+        self._started = False
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+        self._thread: threading.Thread | None = None  # while there is something to do
 
     def _fitting(self, asked: int) -> int:
         """Bytes for keys and values: what is asked for, at most half of what is free now."""
@@ -136,44 +137,64 @@ class TorchSampler:
             if len(self._inbox) + self._loop.waiting >= self.limits.waiting:
                 raise Busy(f"{self.limits.waiting} sampling requests are waiting; send it later")
             self._inbox.append(job)
-            self._changed.notify()
+            self._wake()
         return job.future
 
     # ----------------------------------------------------------------------- the thread
 
     def start(self) -> None:
-        self._thread.start()
+        with self._changed:
+            self._started = True
+            if self._inbox:
+                self._wake()
 
     def stop(self) -> None:
         with self._changed:
             self._stopping = True
             self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join()
-        else:
-            self._end()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        self._end()
+
+    def _wake(self) -> None:
+        """Called with the lock held."""
+        if self._thread is None and self._started:
+            self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+            self._thread.start()
+        self._changed.notify()
 
     @torch.inference_mode()
     def _run(self) -> None:
-        use_threads(self._threads)
         while self._next_work():
+            self._cores.sample()
             try:
                 self._loop.step()
             except Exception as error:  # a fault of ours must not leave futures open for ever
                 broken, self._loop = self._loop, self._new_loop()
                 broken.abandon(as_server_error("the sampler failed", error))
-        self._end()
 
     def _next_work(self) -> bool:
-        """Wait for something to do; False when it is to stop."""
+        """Wait for something to do; False when the thread is to end."""
         with self._changed:
-            while not (self._inbox or self._loop.busy or self._stopping):
-                self._changed.wait()
-            for job in self._inbox:
-                self._loop.add(job)
-            self._inbox.clear()
-            return not self._stopping
+            if not self._busy:
+                self._changed.wait_for(lambda: self._busy or self._stopping, timeout=IDLE)
+            self._take_in()
+            going_on = self._loop.busy and not self._stopping
+            if not going_on:
+                self._thread = None
+            return going_on
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._inbox or self._loop.busy)
+
+    def _take_in(self) -> None:
+        for job in self._inbox:
+            self._loop.add(job)
+        self._inbox.clear()
 
     def _end(self) -> None:
-        self._next_work()
+        with self._changed:
+            self._take_in()
         self._loop.abandon(Stopping(_STOPPING))

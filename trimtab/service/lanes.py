@@ -22,10 +22,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 from trimtab.errors import Busy, Invalid, Stopping, TrimtabError
 from trimtab.service.futures import SqlWrite
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 FAR = 2**17  # ids a request may be ahead of the next in turn: giving up walks over what is missing
@@ -103,7 +106,7 @@ class Lane:
 
 @dataclass(eq=False, slots=True)
 class _Learner:
-    thread: ThreadPoolExecutor
+    name: str
     lanes: asyncio.Queue[Lane]
     task: asyncio.Task[None] | None = None
 
@@ -126,8 +129,7 @@ class Lanes:
         self._settling: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._learners = {
-            name: _Learner(ThreadPoolExecutor(1, f"trimtab-learner-{name}"), asyncio.Queue())
-            for name in learners
+            name: _Learner(f"trimtab-learner-{name}", asyncio.Queue()) for name in learners
         }
 
     # ---- the life of the threads
@@ -148,16 +150,13 @@ class Lanes:
             task.cancel()
         if self._settling:
             await asyncio.wait(self._settling, timeout=seconds)
-        for learner in self._learners.values():
-            learner.thread.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self, learner: _Learner) -> None:
-        loop = asyncio.get_running_loop()
         while (lane := await learner.lanes.get()) is not _STOP and not self._stopping:
             job = lane.take()
             outcome: Done | Failed | None = None
             if job.run is not None:
-                outcome = await loop.run_in_executor(learner.thread, _attempt, job, lane.model_id)
+                outcome = await _on_its_own(learner.name, partial(_attempt, job, lane.model_id))
                 if outcome is None:  # stopping: the job stays pending in the journal
                     continue
             self._after(lane, job, outcome)
@@ -367,6 +366,14 @@ def _refused(job: Job | None) -> bool:
 
 async def _nothing(_: Done | Failed) -> None:
     """A refused request is in the journal already."""
+
+
+def _on_its_own(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
+    """Run on a thread that ends with it, and with it what an engine keeps for each thread."""
+    executor = ThreadPoolExecutor(1, name)
+    future = asyncio.get_running_loop().run_in_executor(executor, function)
+    executor.shutdown(wait=False)
+    return future
 
 
 def _attempt(job: Job, model_id: str) -> Done | Failed | None:
