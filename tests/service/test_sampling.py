@@ -243,6 +243,15 @@ def test_named_weights_make_sampling_sessions(world):
             assert s == f"{session}:sample:3"
             again = await service.create_sampling_session(OWNER, session, 3, model_path=saved.path)
             assert again == s
+            both = await service.create_sampling_session(
+                OWNER, session, 4, base_model="tiny", model_path=saved.path
+            )
+            record = await service.get_sampler(OWNER, both)
+            assert (record.base_model, record.model_path) == ("tiny", saved.path)
+            with pytest.raises(Invalid, match="'small'; model_path is a checkpoint of 'tiny'"):
+                await service.create_sampling_session(
+                    OWNER, session, 5, base_model="small", model_path=saved.path
+                )
             with pytest.raises(Invalid, match="exists with model_path"):
                 await service.create_sampling_session(OWNER, session, 3, base_model="tiny")
             record = await service.get_sampler(OWNER, s)

@@ -144,7 +144,7 @@ def test_sampling_sessions_that_are_refused(world):
         async with world.service() as service:
             session = await service.create_session(OWNER)
             make = service.create_sampling_session
-            with pytest.raises(Invalid, match="either base_model or model_path"):
+            with pytest.raises(Invalid, match="base_model or model_path"):
                 await make(OWNER, session, 0)
             with pytest.raises(Invalid, match="'huge' is not served here; allowed are tiny"):
                 await make(OWNER, session, 0, base_model="huge")

@@ -45,12 +45,15 @@ class Sampling:
         parts = self._parts
         parts.sessions.get(owner, session_id)
         ids.check_seq("sampling_session_seq_id", number)
-        if (base_model is None) == (path is None):
-            raise Invalid("create_sampling_session takes either base_model or model_path")
+        if base_model is None and path is None:
+            raise Invalid("create_sampling_session takes base_model or model_path, and has neither")
         target = BASE
         if path is not None:
             found = parts.checkpoints.get(owner, path, "sampler_weights")
-            base_model, target = found.record.base_model, found.version or ""
+            held = found.record.base_model
+            if base_model not in (None, held):
+                raise Invalid(f"base_model: {base_model!r}; model_path is a checkpoint of {held!r}")
+            base_model, target = held, found.version or ""
         if base_model is None or base_model not in parts.engines:
             allowed = ", ".join(sorted(parts.engines))
             raise Invalid(f"base_model {base_model!r} is not served here; allowed are {allowed}")
