@@ -19,6 +19,8 @@ def write_all(root: Path) -> Path:
     _write(root / "HuggingFaceH4/no_robots", {"train": _chats(64), "test": _chats(4)})
     _write(root / "Anthropic/hh-rlhf", {"train": _preferences(64), "test": _preferences(2)})
     _write(root / "zwhe99/DeepMath-103K", {"train": _questions(32)})
+    _write(root / "allenai/tulu-3-sft-mixture", {"train": _chats(32)})
+    _write(root / "open-thoughts/OpenThoughts3-1.2M", {"train": _thoughts(32)})
     sentences = root / "tinker_cookbook/example_data/multilingual.txt"
     sentences.parent.mkdir(parents=True, exist_ok=True)
     sentences.write_text("Good morning.\nGuten Morgen.\n")
@@ -58,6 +60,12 @@ def _chat(i: int) -> list[Row]:
 def _chats(count: int) -> Iterator[Row]:
     for i in range(count):
         yield {"prompt": f"{i}", "prompt_id": f"{i}", "messages": _chat(i), "category": "Open QA"}
+
+
+def _thoughts(count: int) -> Iterator[Row]:
+    for i in range(count):
+        asked, said = (str(turn["content"]) for turn in _chat(i))
+        yield {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]}
 
 
 def _preferences(count: int) -> Iterator[Row]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 KEY = "tml-local"
+TIMEOUT = 1800  # seconds a recipe may take
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FIXED = "Qwen/Qwen3-4B-Instruct-2507"
 """A name the cookbook knows, with the renderer that writes the chat form of SmolLM2: recipes that
@@ -65,29 +68,48 @@ class Cookbook:
 
         `log` names the folder of the run; the same name again is the same folder.
         """
-        folder = self.runs / log
-        words = [f"{key}={value}" for key, value in options.items()]
-        words.append(f"log_path={folder}")
-        return self.module(f"tinker_cookbook.recipes.{module}", *words, folder=folder)
+        return self._run(*self._command(module, log, options), folder=self.runs / log)
 
-    def module(self, name: str, *words: str, folder: Path | None = None) -> Run:
+    def killed(self, module: str, log: str, checkpoints: int, /, **options: object) -> Run:
+        """Run a recipe and kill it, by SIGKILL, once it has noted `checkpoints` checkpoints."""
+        notes = self.runs / log / "checkpoints.jsonl"
+
+        def noted() -> bool:
+            return notes.exists() and notes.read_text().count("\n") >= checkpoints
+
+        return self._run(*self._command(module, log, options), folder=self.runs / log, until=noted)
+
+    def module(self, name: str, *words: str) -> Run:
         """Run a module with the words given."""
-        return self._run("-m", name, *words, folder=folder or self.runs)
+        return self._run("-m", name, *words, folder=self.runs)
 
     def script(self, text: str, *words: str) -> Run:
         """Run Python text; `words` are its sys.argv[1:]."""
         return self._run("-c", text, *words, folder=self.runs)
 
-    def _run(self, *words: str, folder: Path) -> Run:
+    def _command(self, module: str, log: str, options: dict[str, object]) -> list[str]:
+        words = [f"{key}={value}" for key, value in options.items()]
+        return ["-m", f"tinker_cookbook.recipes.{module}", *words, f"log_path={self.runs / log}"]
+
+    def _run(self, *words: str, folder: Path, until: Callable[[], bool] | None = None) -> Run:
+        """Run Python with `words` to its end, or kill it when `until` holds."""
         began = time.monotonic()
-        done = subprocess.run(
-            [str(self.python), *words],
-            cwd=self.data, env=self._environment(), timeout=1800, check=False, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        run = Run(folder, done.stdout, time.monotonic() - began)
-        print(f"{run.seconds:.0f} s: {' '.join(words)[:300]}\n{done.stdout[-1500:]}")
-        assert done.returncode == 0, done.stdout[-4000:]
+        with tempfile.TemporaryFile("w+") as out:
+            process = subprocess.Popen(
+                [str(self.python), *words], cwd=self.data, env=self._environment(), text=True,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            try:
+                ended = _wait(process, until)
+            finally:
+                process.kill()
+                process.wait()
+            out.seek(0)
+            run = Run(folder, out.read(), time.monotonic() - began)
+        print(f"{run.seconds:.0f} s: {' '.join(words)[:300]}\n{run.printed[-1500:]}")
+        if ended:
+            assert until is None, "it ended before it was killed: " + run.printed[-4000:]
+            assert process.returncode == 0, run.printed[-4000:]
         return run
 
     def _environment(self) -> dict[str, str]:
@@ -103,3 +125,14 @@ class Cookbook:
 
 def _rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _wait(process: subprocess.Popen[str], until: Callable[[], bool] | None) -> bool:
+    """Whether it ended by itself; False when `until` held first."""
+    for _ in range(10 * TIMEOUT):
+        if process.poll() is not None:
+            return True
+        if until is not None and until():
+            return False
+        time.sleep(0.1)
+    raise TimeoutError(f"{process.args}: no end within {TIMEOUT} s")

@@ -1,4 +1,5 @@
-"""On-policy distillation: a student goes back to the teacher that it was trained away from."""
+"""Distillation: on policy, a student goes back to the teacher that it was trained away from; of two
+teachers each is asked about its own prompts; off policy, the student copies what was written."""
 
 import pytest
 
@@ -10,19 +11,48 @@ pytestmark = pytest.mark.nightly
 MODEL = {"model_name": SMOLLM2, "renderer_name": "qwen3_instruct"}
 
 
-def test_a_student_approaches_its_teacher(cookbook, tmp_path):
-    chats = conversations(tmp_path / "chats.jsonl")
-    moved = cookbook.recipe(
-        "chat_sl.train", "student", **TINY | MODEL | {"learning_rate": 5e-3},
+@pytest.fixture(scope="module")
+def moved(cookbook, tmp_path_factory):
+    """The last checkpoint of a model that was trained away from its base."""
+    chats = conversations(tmp_path_factory.mktemp("moved") / "chats.jsonl")
+    run = cookbook.recipe(
+        "chat_sl.train", "moved", **TINY | MODEL | {"learning_rate": 5e-3},
         dataset=chats, batch_size=4, max_steps=6, lr_schedule="constant",
     )  # fmt: skip
-    start = moved.checkpoints()[-1]["state_path"]
+    return run.checkpoints()[-1]
+
+
+def test_a_student_approaches_its_teacher(cookbook, moved):
     run = cookbook.recipe(
         "distillation.on_policy_distillation", "distillation", **TINY | MODEL,
-        teacher_model=SMOLLM2, load_checkpoint_path=start,
+        teacher_model=SMOLLM2, load_checkpoint_path=moved["state_path"],
         groups_per_batch=4, group_size=4, max_tokens=16, max_steps=6,
     )  # fmt: skip
     kl = run.steps("teacher_kl")
     assert kl[0] > 0.1
     assert sum(kl[-2:]) < 0.8 * sum(kl[:2]), kl
     assert run.steps("optim/kl_sample_train_v1") == pytest.approx([0.0] * 6, abs=1e-3)
+
+
+def test_each_teacher_is_asked_about_its_own_prompts(cookbook, moved):
+    """The first is the student as it starts; the second is the one that was trained away."""
+    run = cookbook.recipe(
+        "distillation.on_policy_multi_teacher", "teachers", **TINY | MODEL,
+        deepmath_teacher_model=SMOLLM2, deepmath_groups_per_batch=2,
+        tulu3_teacher_model=SMOLLM2, tulu3_teacher_checkpoint=moved["sampler_path"],
+        tulu3_groups_per_batch=2, group_size=4, max_tokens=16, max_steps=1,
+    )  # fmt: skip
+    assert run.steps("teacher_kl/dataset_0") == pytest.approx([0.0], abs=1e-3)
+    assert run.steps("teacher_kl/dataset_1")[0] > 0.1
+    assert run.steps("optim/kl_sample_train_v1") == pytest.approx([0.0], abs=1e-3)
+
+
+def test_reasoning_off_policy(cookbook):
+    """From a stream of a data set."""
+    run = cookbook.recipe(
+        "distillation.off_policy_reasoning", "reasoning", **TINY | MODEL,
+        batch_size=4, max_prompts=32, buffer_size=32, max_length=128, max_steps=4,
+    )  # fmt: skip
+    losses = run.steps("train_mean_nll")
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 0.1, losses

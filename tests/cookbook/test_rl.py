@@ -83,6 +83,26 @@ def test_math_rl_streams_minibatches(cookbook):
     on_policy(run, 2)
 
 
+def test_math_rl_resumes_where_it_was_killed(cookbook):
+    """Killed in earnest when its checkpoint of two updates is noted, and started again by the same
+    command: the third and fourth batch follow, with the checkpoint's weights and optimizer."""
+    options = ARITHMETIC | {"save_every": 2, "behavior_if_log_dir_exists": "resume"}
+    killed = cookbook.killed("math_rl.train", "math_resumed", 1, **options, max_steps=4)
+    resumed = cookbook.recipe("math_rl.train", "math_resumed", **options, max_steps=4)
+    assert "Resumed training from " + str(killed.checkpoints()[0]["state_path"]) in resumed.printed
+    batches = resumed.steps("progress/batch")
+    assert batches in ([0, 2, 3], [0, 1, 2, 3])  # killed before or after it logged its second
+    assert resumed.steps("optimizer_step") == [batch + 1 for batch in batches]
+    gradients, averages = resumed.steps("grad_norm"), resumed.steps("exp_avg_norm")
+    fresh = [average / norm for average, norm in zip(averages, gradients, strict=True)]
+    assert fresh[0] == pytest.approx(0.1)  # 1 - beta1: the average of one gradient
+    assert fresh[-2] != pytest.approx(0.1, rel=1e-3)
+    on_policy(resumed, len(batches))
+    assert [(note["name"], note["batch"]) for note in resumed.checkpoints()] == [
+        ("000002", 2), ("000004", 4), ("final", 4),
+    ]  # fmt: skip
+
+
 GAME = TINY | {"model_name": SMOLLM2, "renderer_name": "qwen3_instruct"}
 GAME = {key: value for key, value in GAME.items() if key != "lora_rank"}
 

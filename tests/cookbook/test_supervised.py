@@ -41,13 +41,15 @@ def test_sl_basic(cookbook):
     falls(run, "test/nll")
 
 
+ROLLING = TINY | {
+    "model_name": SMOLLM2, "renderer_name": "qwen3_instruct", "batch_size": 4,
+    "save_every": 2, "rolling_save_every": 1, "rolling_ttl_seconds": 3600,
+}  # fmt: skip
+
+
 def test_checkpoints_roll(cookbook):
     """As in the cookbook's own test. The state that a rolling one leaves is deleted after it."""
-    options = TINY | {
-        "model_name": SMOLLM2, "renderer_name": "qwen3_instruct", "batch_size": 4,
-        "save_every": 2, "rolling_save_every": 1, "rolling_ttl_seconds": 3600,
-    }  # fmt: skip
-    run = cookbook.recipe("chat_sl.train", "chat_sl", **options, max_steps=4)
+    run = cookbook.recipe("chat_sl.train", "chat_sl", **ROLLING, max_steps=4)
     falls(run)
     kept = run.checkpoints()
     assert [(row["name"], row.get("rolling", False)) for row in kept] == [
@@ -55,6 +57,18 @@ def test_checkpoints_roll(cookbook):
     ]  # fmt: skip
     assert ["sampler_path" in row for row in kept] == [False, True, False, True]
     assert run.printed.count("Deleted rolling checkpoint") == 2
+
+
+def test_a_killed_run_resumes_from_a_rolling_checkpoint(cookbook):
+    options = ROLLING | {"behavior_if_log_dir_exists": "resume"}
+    killed = cookbook.killed("chat_sl.train", "chat_sl_killed", 3, **options, max_steps=12)
+    last = killed.checkpoints()[-1]
+    batch = int(last["batch"])
+    resumed = cookbook.recipe("chat_sl.train", "chat_sl_killed", **options, max_steps=batch + 2)
+    assert f"Resumed training from {last['state_path']}" in resumed.printed
+    losses = resumed.steps("train_mean_nll")
+    assert len(losses) == batch + 2
+    assert max(losses[batch:]) < losses[0] - 0.1, losses
 
 
 def test_prompt_distillation(cookbook, thinking, tmp_path):
