@@ -139,6 +139,21 @@ def test_a_token_is_its_keys_holder_for_an_hour(keys, clock):
         access.caller(token)
 
 
+def test_a_tokens_signature_is_checked_once_and_a_link_is_no_token_after_it(clock, monkeypatch):
+    access, checked = Access((), None, clock), []
+    decode = jwt.decode
+    monkeypatch.setattr(jwt, "decode", lambda *a, **k: checked.append(a[0]) or decode(*a, **k))
+    token = access.token(access.caller("tml-x"))
+    assert {access.caller(token).owner for _ in range(3)} == {"local"}
+    assert checked == [token]
+    with pytest.raises(NotFound):
+        access.linked(token, "path")
+    link, _ = access.link({"path": "x"})
+    assert access.linked(link, "path") == {"path": "x"}
+    with pytest.raises(InvalidToken):
+        access.caller(link)
+
+
 def test_a_token_ends_with_its_key(keys, clock):
     access = Access((), keys, clock)
     opened = access.token(access.caller("tml-x"))

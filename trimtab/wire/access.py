@@ -31,6 +31,7 @@ TOKEN_SECONDS = 3600
 LINK_SECONDS = 3600  # clients want more than five minutes left
 ALGORITHM = "HS256"
 OPEN, CONFIGURED, STORED = "open", "configured", "stored"
+REMEMBERED = 1024  # tokens whose signature was checked: every call carries one
 
 
 def names_another(host: str) -> bool:
@@ -89,6 +90,7 @@ class Access:
         self._keys = keys
         self._clock = clock
         self._secret = secrets.token_bytes(32) if keys is None else keys.signing_secret()
+        self._signed_right: dict[tuple[str, str], dict[str, Any]] = {}  # by audience and token
 
     def open(self) -> bool:
         """Whether any key will do: none was ever configured or created."""
@@ -189,6 +191,19 @@ class Access:
         return jwt.encode({**claims, **times}, self._secret, algorithm=ALGORITHM)
 
     def _verified(self, token: str, audience: str, names: tuple[str, ...]) -> dict[str, Any]:
+        """The claims, of which `names` are there. Only the time is looked at again: what was signed
+        right once stays so."""
+        claims = self._signed_right.get((audience, token))
+        if claims is None or not claims.keys() >= {*names}:
+            claims = self._decoded(token, audience, names)
+            if len(self._signed_right) >= REMEMBERED:
+                self._signed_right.clear()
+            self._signed_right[audience, token] = claims
+        if not isinstance(claims["exp"], int) or claims["exp"] <= self._clock():
+            raise jwt.ExpiredSignatureError
+        return claims
+
+    def _decoded(self, token: str, audience: str, names: tuple[str, ...]) -> dict[str, Any]:
         """The claims; the one algorithm that is taken is ours, whatever the token's head says."""
         required = ["exp", "iat", "iss", "aud", *names]
         options: Any = {"require": required, "verify_exp": False, "verify_iat": False}
@@ -200,8 +215,6 @@ class Access:
             issuer=ISSUER,
             options=options,
         )
-        if not isinstance(claims["exp"], int) or claims["exp"] <= self._clock():
-            raise jwt.ExpiredSignatureError
         return claims
 
 

@@ -142,6 +142,10 @@ HUB = (
 
 
 PROMPT = frozenset({f"{BASE}/session_heartbeat", f"{BASE}/healthz"})
+# Routes are tried one by one, so what is called all the time stands first.
+OFTEN = frozenset(
+    {"/retrieve_futures", "/retrieve_future", "/asample", "/forward_backward", "/optim_step"}
+)
 
 
 class Queued:
@@ -168,7 +172,7 @@ def create_app(gate: Gate, settings: WireSettings, codec: WireCodec) -> Starlett
             methods=[route.method],
         )
         for prefix, table in ((BASE, ROUTES), (OPENAI_BASE, OPENAI), ("", HUB))
-        for route in table
+        for route in sorted(table, key=lambda route: route.path not in OFTEN)
     ]
     app = Starlette(
         routes=routes,
@@ -208,7 +212,7 @@ def _caller(route: Route, request: Request, access: Access) -> Caller:
     if route.open:
         return Caller("", OPEN)
     host = request.headers.get("host", "")
-    if access.open() and names_another(host):
+    if names_another(host) and access.open():
         raise Unauthorized(
             f"Host: {host[:100]!r} is another machine's name; without keys only this machine is"
             " served: create one with `trimtab keys create`"
