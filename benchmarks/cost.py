@@ -150,7 +150,8 @@ def recording(path: Path, options: argparse.Namespace) -> dict[str, float]:
     name = "bench/model"
     with tempfile.TemporaryDirectory() as folder:
         data_dir = Path(folder)
-        with trimtab.local(model=f"{name}={path}", data_dir=data_dir) as service:
+        served = f"{name}={path}"
+        with trimtab.local(model=served, data_dir=data_dir, prefix_cache=False) as service:
             made = [client(service, name, record, options.new) for record in (True, False)]
             speed = versus(made[0], made[1], options.rounds, time.perf_counter)
             swept = sweeping(made[0], data_dir / FILE, options.rounds)

@@ -1,8 +1,9 @@
 """Sampling: ours against transformers `generate`, and recording against not recording.
 
 The same float32 weights and the same prompts, the contenders taking turns in one process, so that
-the ratios hold on a machine that does other things too. Medians over the rounds. On a very busy
-machine count CPU seconds on one thread instead of the clock's.
+the ratios hold on a machine that does other things too. Medians over the rounds. All rounds ask the
+same prompts, so the prefix cache is off. On a very busy machine count CPU seconds on one thread
+instead of the clock's.
 
     python benchmarks/sampling.py                    # a tiny random Qwen3 shape, 3.3M parameters
     python benchmarks/sampling.py --model FOLDER --new 16 --rounds 3 --json out.json
@@ -26,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from trimtab import tiny
 from trimtab.engine.base import SampleWork
 from trimtab.engine.models import BaseModel
+from trimtab.engine.sampling_limits import SamplerLimits
 from trimtab.engine.torch_sampler import TorchSampler
 from trimtab.types import Sample, SamplingParams, WeightsRef
 
@@ -40,7 +42,7 @@ def main() -> None:
         path = options.model or tiny_qwen3(Path(folder))
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         base = BaseModel.load("bench", path, learner_dtype="float32", sampler_dtype="float32")
-    sampler = TorchSampler(base)
+    sampler = TorchSampler(base, limits=SamplerLimits(prefix_cache=False))
     sampler.publish("base", WeightsRef("base", base.info.name))
     sampler.start()
     report = {"model": str(options.model or "tiny qwen3"), "parameters": base.info.parameters}

@@ -94,7 +94,15 @@ class ServerConfig(BaseModel):
         "refused alone.",
     )
     kv_cache_mib: int = Field(
-        2048, ge=1, description="MiB of keys and values the sampler keeps while it decodes."
+        2048,
+        ge=1,
+        description="MiB of keys and values the sampler keeps: of what it decodes now, and in the "
+        "rest of what it decoded before (prefix_cache).",
+    )
+    prefix_cache: bool = Field(
+        True,
+        description="Keep keys and values of finished requests and reuse them where an owner's "
+        "later prompt begins alike under the same weights.",
     )
     sampling_rows: int = Field(256, ge=1, description="Sequences that decode together.")
     max_pending_samples: int = Field(

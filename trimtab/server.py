@@ -107,6 +107,7 @@ def load_engine(
         kv_bytes=config.kv_cache_mib * MIB,
         rows=config.sampling_rows,
         waiting=config.max_pending_samples,
+        prefix_cache=config.prefix_cache,
     )
     learner = TorchLearner(
         base,

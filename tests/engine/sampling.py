@@ -80,15 +80,23 @@ def step(sampler: TorchSampler, times: int = 1) -> None:
 
 
 def submit(
-    sampler: TorchSampler, sample: Sample, target: str = "base", head_k: int = 0
+    sampler: TorchSampler,
+    sample: Sample,
+    target: str = "base",
+    head_k: int = 0,
+    owner: str = "",
 ) -> Future[SampleResult]:
-    return sampler.submit(SampleWork(sample, target, head_k))
+    return sampler.submit(SampleWork(sample, target, head_k, owner))
 
 
 def draw(
-    sampler: TorchSampler, sample: Sample, target: str = "base", head_k: int = 0
+    sampler: TorchSampler,
+    sample: Sample,
+    target: str = "base",
+    head_k: int = 0,
+    owner: str = "",
 ) -> SampleResult:
-    return submit(sampler, sample, target, head_k).result(WAIT)
+    return submit(sampler, sample, target, head_k, owner).result(WAIT)
 
 
 def random_adapter(base: BaseModel, seed: int) -> Adapter:

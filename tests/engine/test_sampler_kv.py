@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from trimtab.engine.kv import KVLayout, KVMemory, Shape, rounded
+from trimtab.engine.prefix import Scope, Source, Version
 
 LAYOUT = KVLayout(((2, 4, 4), (1, 8, 6)), torch.float32, torch.device("cpu"))
 
@@ -63,6 +65,24 @@ def test_what_is_allocated_never_exceeds_the_budget():
     assert not memory.reserve(64) and memory.reserve(32)
     memory.add(first.rows, [Owner(1.0)])
     assert memory.allocated() == memory.budget and first.rows.capacity == 6
+
+
+def test_what_is_kept_gives_way_to_reservations_and_to_pools():
+    memory = KVMemory(LAYOUT, budget=10 * 32, free=lambda: 2**40)
+    rows = memory.group(Shape(0, 32, 1)).rows
+    assert memory.reserve(32)
+    memory.add(rows, [Owner(1.0)])
+    for name in range(20):
+        tokens = np.full(32, name, np.int32)
+        memory.keep(Scope("", Version("", None)), tokens, [Source(rows, 0, 0, 32)])
+    assert memory.prefixes.places == 288  # all but the row's own places
+    assert memory.reserve(32) and memory.prefixes.places == 256
+    memory.add(rows, [Owner(2.0)])
+    assert memory.reserve(32) and memory.prefixes.places == 224
+    memory.add(rows, [Owner(3.0)])
+    assert rows.capacity == 4 and memory.prefixes.places == 192  # a pool doubles all the same
+    assert memory.may_keep(192) and not memory.may_keep(193)
+    assert memory.reserve(7 * 32) and memory.prefixes.places == 0
 
 
 def test_shapes_are_few_and_waste_at_most_a_half():

@@ -91,11 +91,13 @@ class Learner(Protocol):
 class SampleWork:
     """A Sample and the name of the weights it draws from; `head_k` > 0 records the top of every
     step. `request.params.seed` is set (the service draws one where the client gave none).
+    `owner` says who asks: what was computed for one owner is never used for another.
     `on_token` is told of every token on the sampler's thread, before the result is set."""
 
     request: Sample
     target: str
     head_k: int = 0
+    owner: str = ""
     on_token: Callable[[Drawn], None] | None = None
 
 

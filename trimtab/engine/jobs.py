@@ -17,30 +17,41 @@ import numpy as np
 
 from trimtab.engine.base import SampleWork
 from trimtab.engine.kv import Group, Shape
+from trimtab.engine.prefix import Scope
 from trimtab.engine.scoring import PromptScorer
 from trimtab.engine.stops import Decode, Stops
 from trimtab.engine.streams import UniformStream
-from trimtab.engine.weights import Target
+from trimtab.engine.weights import Target, Weights
 from trimtab.errors import ServerError
 from trimtab.types import Drawn, SampledSequence, SampleResult, TopK
 
 
 class Prompt:
-    """A request's prompt in memory: `used` of its tokens are computed, in row `slot` of a pool. All
-    but the last are; that one is the first token of each row."""
+    """A request's prompt in memory: `used` of its tokens are there, in row `slot` of a pool, `hit`
+    of them copied from the prefix cache. All but the last will be; that one is the first token of
+    each row. `scope` is whose they are and under which weights they began, `mixed` whether others
+    went on."""
 
-    __slots__ = ("known", "slot", "tokens", "used")
+    __slots__ = ("hit", "known", "mixed", "scope", "slot", "tokens", "used")
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens = tokens
         self.known = len(tokens) - 1
         self.slot = -1
         self.used = 0
+        self.hit = 0
+        self.scope: Scope | None = None
+        self.mixed = False
+
+    @property
+    def complete(self) -> bool:
+        return self.used == self.known
 
 
 class Job:
     """A request from submission to its result. `granted` counts the samples whose row was given
-    memory, `begun` those whose row exists or existed, `open_rows` what is still to be given back.
+    memory, `begun` those whose row exists or existed, `open_rows` what is still to be given back;
+    `reusable` is the head of its prompt that need not be computed, as nobody asked for its scores.
     """
 
     def __init__(
@@ -59,6 +70,8 @@ class Job:
         self.request = request
         self.target = target
         self.limit = limit
+        self.owner = work.owner
+        self.ids = request.prompt.astype(np.int32)
         self.prompt = Prompt(request.prompt.tolist())
         self.shape = Shape.of(self.prompt.known, limit, request.num_samples, longest)
         self.stops = Stops.of(request.params, eos_token_ids, self.prompt.tokens, decode)
@@ -68,6 +81,7 @@ class Job:
         self.head_k = min(work.head_k, vocab_size)
         self.top_k = max(self.head_k, request.topk_sample_logprobs)
         self.scorer = PromptScorer(request, self.seed)
+        self.reusable = self.ids[: min(self.prompt.known, self.scorer.first_wanted)]
         self.group: Group | None = None  # where its prompt and its rows are
         self.granted = 0
         self.begun = 0
@@ -78,6 +92,9 @@ class Job:
     @property
     def samples(self) -> int:
         return self.request.num_samples
+
+    def scope(self, weights: Weights) -> Scope:
+        return Scope(self.owner, weights.identity)
 
     def next_rows(self, count: int, version: str) -> list[Row]:
         return [Row(self, i, version) for i in range(self.begun, self.begun + count)]
@@ -101,6 +118,7 @@ class Job:
             target_layout=self.request.target_layout,
             prompt_alt_tokens=self.scorer.alt_tokens,
             prompt_alt_logprobs=self.scorer.alt_logprobs,
+            prompt_cache_hit_tokens=self.prompt.hit,
         )
 
     @property

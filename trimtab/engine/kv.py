@@ -5,21 +5,25 @@ R rows of a pool, H key/value heads, L places of a row, D head size.
 A group holds requests of one shape: a pool of their prompts, a pool of their samples' own tokens.
 A sample never copies its prompt. Each gets a place for every token it may ever hold when it is
 admitted, so a decoding row never waits and never moves to another pool; rows stay packed at their
-pool's front. All is counted against one budget of places. Knows nothing of requests or attention.
+pool's front. All is counted against one budget of places; what nobody has reserved holds the prefix
+cache, which gives way at once. Knows nothing of requests or attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from trimtab.engine.memory import is_out_of_memory
+from trimtab.engine.prefix import PrefixCache, Scope, Source
 
 SHORTEST = 32
+_AT_ONCE = 16 * 2**20  # bytes asked for together for the prefix cache: asking costs like copying
 
 
 class Owner(Protocol):
@@ -142,7 +146,8 @@ class Group:
 class KVMemory:
     """The groups and the budget. `reserve` and `release` count places; what is allocated never
     exceeds the budget as long as every prompt and every row was reserved. `taking` is asked for the
-    bytes of each growth and raises where they are not to be had.
+    bytes of each growth and raises where they are not to be had; `free` says how many there are,
+    and without it nothing is kept for later requests.
 
         >>> memory = KVMemory(layout, budget=4096)
         >>> memory.reserve(shape.prompt) and memory.reserve(shape.row)
@@ -156,17 +161,22 @@ class KVMemory:
         layout: KVLayout,
         budget: int,
         taking: Callable[[int], AbstractContextManager[None]] = lambda need: nullcontext(),
+        free: Callable[[], int] | None = None,
     ) -> None:
         self.layout = layout
         self.budget = budget
         self._taking = taking
+        self._free = free
+        self._granted = 0  # bytes that were free when last asked, and are not yet taken
         self.reserved = 0
         self.groups: dict[Shape, Group] = {}
+        self.prefixes = PrefixCache(layout)
 
     def reserve(self, places: int) -> bool:
         if self.reserved + places > self.budget:
             return False
         self.reserved += places
+        self.prefixes.shrink(self.budget - self.reserved)
         return True
 
     def release(self, places: int) -> None:
@@ -177,6 +187,32 @@ class KVMemory:
         if shape not in self.groups:
             self.groups[shape] = Group(self.layout, shape)
         return self.groups[shape]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept for later requests."""
+        return self._free is not None
+
+    def may_keep(self, places: int) -> bool:
+        """Whether so many places could be the prefix cache's now."""
+        return self.keeps and places <= self._unreserved()
+
+    def keep(self, scope: Scope, tokens: np.ndarray, sources: Sequence[Source]) -> None:
+        """Remember a sequence for later requests, where there is room that nobody needs."""
+        if self._is_free(len(tokens) * self.layout.bytes_per_token):
+            self.prefixes.add(scope, tokens, sources, room=self._unreserved())
+
+    def _is_free(self, need: int) -> bool:
+        assert self._free is not None, "nothing is kept here"
+        if need > self._granted:
+            self._granted = min(self._free(), max(need, _AT_ONCE))
+        if need > self._granted:
+            return False
+        self._granted -= need
+        return True
+
+    def _unreserved(self) -> int:
+        return self.budget - max(self.reserved, self.allocated())
 
     def add(self, pool: Pool, owners: list[Owner]) -> None:
         """Give each of `owners` a row that was reserved."""
@@ -205,7 +241,7 @@ class KVMemory:
                 raise
 
     def allocated(self) -> int:
-        """Places in memory now."""
+        """Places of the pools in memory now; what the prefix cache keeps comes on top."""
         return sum(pool.places for pool in self._pools())
 
     def _grown(self, pool: Pool, needed: int) -> int:
@@ -215,9 +251,13 @@ class KVMemory:
                     other.resize(len(other.owners))
         room = self._room_for(pool)
         assert room >= needed, "rows were taken that were not reserved"
-        return min(room, max(needed, 2 * pool.capacity))
+        capacity = min(room, max(needed, 2 * pool.capacity))
+        others = self.allocated() - pool.places
+        self.prefixes.shrink(self.budget - others - capacity * pool.length)
+        return capacity
 
     def _room_for(self, pool: Pool) -> int:
+        """Rows that this pool could have, were the prefix cache empty."""
         return (self.budget - self.allocated() + pool.places) // max(1, pool.length)
 
     def _pools(self) -> Iterator[Pool]:

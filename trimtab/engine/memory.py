@@ -14,7 +14,7 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,6 +68,12 @@ class Memory:
         self.limit = int(SHARE * self._total()) if limit is None else limit
         self._lock = threading.Lock()
         self._taken = 0
+        self._spare: list[Callable[[], None]] = []
+
+    def may_free(self, give_up: Callable[[], None]) -> None:
+        """`give_up` frees what is kept for speed alone. Where memory is short it is called, from
+        whatever thread asks; it must not ask for memory itself."""
+        self._spare.append(give_up)
 
     @contextmanager
     def taking(self, need: int) -> Iterator[None]:
@@ -101,6 +107,8 @@ class Memory:
 
     def _reclaimed(self) -> int:
         """`free` once everything that nobody needs is given back."""
+        for give_up in self._spare:
+            give_up()
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

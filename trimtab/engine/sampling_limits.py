@@ -20,7 +20,8 @@ class SamplerLimits:
     any moment, `rows` the sequences decoding together, `prefill_tokens` the prompt tokens computed
     between two decode steps, `waiting` the requests not yet begun, `adapters` those kept loaded.
     A second copy of the weights, in the layout that CPU products are fastest in, is made if it
-    takes no more than `packed_bytes`."""
+    takes no more than `packed_bytes`. With `prefix_cache` what is left of `kv_bytes` keeps keys and
+    values of finished requests for later ones."""
 
     kv_bytes: int = 2 * 2**30
     packed_bytes: int = 2**30
@@ -31,6 +32,7 @@ class SamplerLimits:
     adapters: int = 16
     num_samples: int = 1024
     alternatives: int = 256
+    prefix_cache: bool = True
 
 
 def check_sample(

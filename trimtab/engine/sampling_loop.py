@@ -8,39 +8,27 @@ knows nothing of queues, names of weights, or tokens' meaning.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from trimtab.engine.cached_attention import Piece, PrefillPlan
-from trimtab.engine.decoding import DecodeBatch, rows_of, runs
+from trimtab.engine.decoding import DecodeBatch, rows_of
+from trimtab.engine.failures import as_server_error
 from trimtab.engine.fast_net import FastNet
 from trimtab.engine.jobs import Job, Row
+from trimtab.engine.keeping import keep_row
 from trimtab.engine.kv import Group, KVMemory
-from trimtab.engine.memory import first_line, is_out_of_memory
+from trimtab.engine.memory import is_out_of_memory
 from trimtab.engine.net import Net
+from trimtab.engine.prefill import Prefill
 from trimtab.engine.sampling_limits import SamplerLimits
 from trimtab.engine.weights import Target, Weights, WeightsShelf
-from trimtab.errors import ServerError, TrimtabError
+from trimtab.errors import TrimtabError
 from trimtab.types import SampleResult
 
-log = logging.getLogger(__name__)
-
-_IDLE_PREFILL = 4  # pieces at once while nothing decodes
 _LOGITS = 6  # copies of a step's logits, counted in float32, that choosing tokens takes
-
-
-class _Part(NamedTuple):
-    """`rows` tokens of a job's prompt, computed in one pass with others."""
-
-    job: Job
-    weights: Weights
-    rows: int
 
 
 class SamplingLoop:
@@ -62,13 +50,14 @@ class SamplingLoop:
         self._limits = limits
         self._device = device
         self._queue: deque[Job] = deque()  # not yet given all their rows, in order of arrival
-        self._prefilling: deque[Job] = deque()
+        self._prefill = Prefill(net, memory, limits, device, self._fail)
         self._ready: list[Job] = []  # prompt computed, rows still to begin
         self._active: dict[Job, None] = {}  # holding weights and memory
         self._open_rows = 0
         self._batch: DecodeBatch | None = None
         self._batch_weights: dict[Target, Weights] = {}
         self._cancelled = False  # whether some future was since the last step
+        self._meant = -1  # how often targets had changed when the prefix cache was last swept
 
     @property
     def waiting(self) -> int:
@@ -88,8 +77,9 @@ class SamplingLoop:
 
     def step(self) -> None:
         self._drop_cancelled()
+        self._drop_outdated()
         self._admit()
-        self._prefill()
+        self._ready += self._prefill.step(idle=not self._decoding())
         self._begin_rows()
         self._decode()
 
@@ -131,7 +121,7 @@ class SamplingLoop:
             job.fail(as_server_error("the weights could not be read", error))
             return True
         self._active[job] = None
-        self._prefilling.append(job)
+        self._prefill.add(job)
         return True
 
     def _reserve_row(self, job: Job) -> bool:
@@ -167,6 +157,13 @@ class SamplingLoop:
                 self._leave(job)
                 job.future.set_running_or_notify_cancel()
 
+    def _drop_outdated(self) -> None:
+        """Give up prefixes of weights that no target means any more."""
+        changes = self._shelf.changes
+        if changes != self._meant:
+            self._meant = changes
+            self._memory.prefixes.keep_only(self._shelf.meant())
+
     def _fail(self, job: Job, error: BaseException) -> None:
         self._leave(job)
         job.fail(error)
@@ -176,9 +173,10 @@ class SamplingLoop:
         for row in job.rows:
             self._remove(row)
         job.rows.clear()
-        for place in (self._queue, self._prefilling, self._ready):
+        for place in (self._queue, self._ready):
             if job in place:
                 place.remove(job)
+        self._prefill.drop(job)
         if job not in self._active:
             return
         del self._active[job]
@@ -194,99 +192,7 @@ class SamplingLoop:
         self._memory.remove(group, group.rows, row)
         self._batch = None
 
-    # ----------------------------------------------------------------------- prompts
-
-    def _prefill(self) -> None:
-        parts = self._next_parts()
-        if parts:
-            self._compute(parts)
-
-    def _compute(self, parts: list[_Part]) -> None:
-        """A pass over these parts. Where it fails each is tried by itself, and one too large for
-        the memory in halves: only what fails alone has failed."""
-        failure = None
-        try:
-            hidden = self._forward(parts)
-        except Exception as error:  # out of memory, say
-            if len(parts) == 1 and not (parts[0].rows > 1 and is_out_of_memory(error)):
-                failure = as_server_error("computing the prompt failed", error)
-            hidden = None
-        if hidden is None:  # outside the handler, whose traceback keeps what the pass computed
-            self._compute_apart(parts, failure)
-            return
-        start = 0
-        for part in parts:
-            self._prefilled(part, hidden[start : start + part.rows])
-            start += part.rows
-
-    def _compute_apart(self, parts: list[_Part], failure: TrimtabError | None) -> None:
-        if failure is not None:
-            self._fail(parts[0].job, failure)
-        elif len(parts) == 1:
-            self._compute([parts[0]._replace(rows=parts[0].rows // 2)])
-        else:
-            for part in parts:
-                self._compute([part])
-
-    def _next_parts(self) -> list[_Part]:
-        """The first prompts' next tokens, as many as one step may compute."""
-        room = self._limits.prefill_tokens * (1 if self._decoding() else _IDLE_PREFILL)
-        parts = []
-        for job in self._prefilling:
-            rows = min(room, job.prompt.known - job.prompt.used)
-            weights = job.target.weights
-            assert weights is not None, "an active job holds its target"
-            parts.append(_Part(job, weights, rows))
-            room -= rows
-            if room == 0:
-                break
-        return parts
-
-    def _forward(self, parts: list[_Part]) -> Tensor:
-        """(M, hidden) of the parts one after another."""
-        pieces, tokens, positions, adapters = [], [], [], []
-        for job, weights, rows in parts:
-            group = self._group(job)
-            span = range(job.prompt.used, job.prompt.used + rows)
-            pieces.append(Piece(group.prompts, job.prompt, span.start, rows))
-            tokens += job.prompt.tokens[span.start : span.stop]
-            positions += span
-            adapters += [weights.adapter] * rows
-        if not tokens:
-            return torch.empty(0)
-        return self._net.hidden(
-            torch.tensor(tokens, device=self._device),
-            torch.tensor(positions, device=self._device),
-            PrefillPlan([p for p in pieces if p.rows]),
-            runs(adapters),
-        )
-
-    def _group(self, job: Job) -> Group:
-        """The job's group, its prompt in it."""
-        if job.group is None:
-            group = self._memory.group(job.shape)
-            self._memory.add(group.prompts, [job.prompt])
-            job.group = group
-        return job.group
-
-    def _prefilled(self, part: _Part, hidden: Tensor) -> None:
-        job = part.job
-        if job.scorer.anything:
-            try:
-                job.scorer.score(
-                    job.prompt.used,
-                    hidden,
-                    self._net.head,
-                    part.weights.adapter,
-                    self._limits.score_bytes,
-                )
-            except Exception as error:  # only this request asked for it
-                self._fail(job, as_server_error("scoring the prompt failed", error))
-                return
-        job.prompt.used += part.rows
-        if job.prompt.used == job.prompt.known:
-            self._prefilling.remove(job)
-            self._ready.append(job)
+    # ----------------------------------------------------------------------- decoding
 
     def _begin_rows(self) -> None:
         for job in list(self._ready):
@@ -304,11 +210,9 @@ class SamplingLoop:
     def _place(self, job: Job, count: int) -> None:
         assert job.target.weights is not None, "an active job holds its target"
         rows = job.next_rows(count, job.target.weights.version)
-        self._memory.add(self._group(job).rows, rows)
+        self._memory.add(self._prefill.group(job).rows, rows)
         job.begin(rows)
         self._batch = None
-
-    # ----------------------------------------------------------------------- decoding
 
     def _decode(self) -> None:
         groups = self._decoding()
@@ -400,21 +304,9 @@ class SamplingLoop:
 
     def _finish(self, row: Row) -> None:
         job = row.job
+        keep_row(self._memory, row)
         self._remove(row)
         self._release_row(job)
         if job.finish_row(row):
             self._leave(job)
             job.succeed()
-
-
-def as_server_error(what: str, error: Exception) -> TrimtabError:
-    """One of ours as it is; anything else logged, and a ServerError that names it."""
-    if isinstance(error, TrimtabError):
-        return error
-    if is_out_of_memory(error):
-        return ServerError(f"{what}: memory does not suffice ({first_line(error)})")
-    log.error("%s", what, exc_info=error)
-    wrapped = ServerError(f"{what}: {type(error).__name__}: {error}")
-    # Without its frames, which would keep a step's tensors alive with the future.
-    wrapped.__cause__ = error.with_traceback(None)
-    return wrapped

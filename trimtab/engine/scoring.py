@@ -53,6 +53,11 @@ class PromptScorer:
     def anything(self) -> bool:
         return bool(self._wanted.any())
 
+    @property
+    def first_wanted(self) -> int:
+        """The first row that somebody asked for: no row before it needs hidden states."""
+        return int(self._wanted.argmax()) if self.anything else len(self._wanted)
+
     def _wanted_rows(self, rows: int) -> np.ndarray:
         wanted = np.full(rows, self.alt_tokens is not None)
         if self.logprobs is not None or self.topk is not None:
@@ -64,7 +69,8 @@ class PromptScorer:
     def score(
         self, start: int, hidden_Cd: Tensor, head: Head, adapter: Adapter | None, budget: int
     ) -> None:
-        """Take rows [start, start + C). Pieces come in order, each once."""
+        """Take rows [start, start + C). Pieces come in order, each once; the first may begin as
+        late as `first_wanted`."""
         wanted = self._wanted[start : start + len(hidden_Cd)].nonzero()[0]
         size = self._chunk_rows(head.vocab_size, budget)
         for i in range(0, len(wanted), size):

@@ -17,6 +17,7 @@ from trimtab.engine import checkpoint
 from trimtab.engine.base import SampleWork
 from trimtab.engine.cached_attention import layout_of
 from trimtab.engine.cores import IDLE, Cores
+from trimtab.engine.failures import as_server_error
 from trimtab.engine.fast_net import faster
 from trimtab.engine.jobs import Job
 from trimtab.engine.kv import KVMemory, Shape
@@ -24,7 +25,7 @@ from trimtab.engine.lora import Adapter
 from trimtab.engine.memory import MIB, Memory
 from trimtab.engine.models import BaseModel
 from trimtab.engine.sampling_limits import SamplerLimits, check_sample, new_tokens
-from trimtab.engine.sampling_loop import SamplingLoop, as_server_error
+from trimtab.engine.sampling_loop import SamplingLoop
 from trimtab.engine.stops import decoder
 from trimtab.engine.weights import WeightsShelf
 from trimtab.errors import Busy, Invalid, Stopping
@@ -70,6 +71,7 @@ class TorchSampler:
         self._started = False
         self._stopping = False
         self._thread: threading.Thread | None = None  # while there is something to do
+        self._memory.may_free(self._forget)
 
     def _fitting(self, asked: int) -> int:
         """Bytes for keys and values: what is asked for, at most half of what is free now."""
@@ -84,9 +86,14 @@ class TorchSampler:
 
     def _new_loop(self) -> SamplingLoop:
         budget = self._kv_bytes // self._layout.bytes_per_token
-        kv = KVMemory(self._layout, budget, self._memory.taking)
+        free = self._memory.free if self.limits.prefix_cache else None
+        kv = KVMemory(self._layout, budget, self._memory.taking, free)
         device, ask = self._base.device, self._memory.check
         return SamplingLoop(self._net, kv, self._shelf, self.limits, device, ask=ask)
+
+    def _forget(self) -> None:
+        """Called from any thread that finds too little memory."""
+        self._loop.memory.prefixes.clear()
 
     # ----------------------------------------------------------------------- weights
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trimtab.engine.lora import Adapter
+from trimtab.engine.prefix import Version
 from trimtab.errors import NotFound
 from trimtab.types import WeightsRef
 
@@ -22,10 +23,15 @@ ReadAdapter = Callable[[Path], Adapter]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """One version, in memory."""
+    """One version, in memory; `path` None is the base model."""
 
     version: str
     adapter: Adapter | None
+    path: Path | None = None
+
+    @property
+    def identity(self) -> Version:
+        return Version(self.version, self.path)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +61,7 @@ class WeightsShelf:
         self._loaded: OrderedDict[tuple[str, Path], Weights] = OrderedDict()
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
+        self.changes = 0
 
     def publish(self, name: str, ref: WeightsRef) -> None:
         """Reads the adapter, so that a bad folder raises here and the target stays as it was."""
@@ -64,10 +71,17 @@ class WeightsShelf:
                 target = self._targets.setdefault(name, Target(name, ref))
                 target.ref = ref
                 target.weights = weights if target.users else None
+                self.changes += 1
 
     def retire(self, name: str) -> None:
         with self._lock:
             self._targets.pop(name, None)
+            self.changes += 1
+
+    def meant(self) -> set[Version]:
+        """What the targets mean now; another answer only after `changes` has grown."""
+        with self._lock:
+            return {Version(t.ref.version, t.ref.path) for t in self._targets.values()}
 
     def find(self, name: str) -> Target:
         with self._lock:
@@ -104,7 +118,7 @@ class WeightsShelf:
             if weights is not None:
                 self._loaded.move_to_end(key)
                 return weights
-        weights = Weights(ref.version, self._read(ref.path))
+        weights = Weights(ref.version, self._read(ref.path), ref.path)
         with self._lock:
             self._loaded[key] = weights
             while len(self._loaded) > self._keep:

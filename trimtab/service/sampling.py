@@ -151,7 +151,7 @@ class Sampling:
         k = min(self._parts.settings.head_k, engine.info.vocab_size)
         seeded = replace(request, params=replace(request.params, seed=entry.seed))
         head_k = k if request.record_stability_info else 0
-        future = engine.sampler.submit(SampleWork(seeded, sampler.target, head_k))
+        future = engine.sampler.submit(SampleWork(seeded, sampler.target, head_k, sampler.owner))
         self._running[entry.request_id] = future
         return future
 
@@ -163,7 +163,7 @@ class Sampling:
         self._room()
         self._check(sampler, request)
         await self._publish(sampler)
-        work = SampleWork(request, sampler.target, on_token=on_token)
+        work = SampleWork(request, sampler.target, owner=sampler.owner, on_token=on_token)
         future = self._parts.engines[sampler.record.base_model].sampler.submit(work)
         key = f"aside:{secrets.token_hex(8)}"
         self._running[key] = future
