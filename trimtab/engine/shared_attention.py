@@ -139,7 +139,8 @@ class _Flash(torch.autograd.Function):
         out = q.new_empty(1, q.shape[2], q.shape[1], q.shape[3])
         lse_MH = out.new_empty(out.shape[1:3], dtype=torch.float32)
         heads = out.transpose(1, 2)
-        for piece in pieces(segments):
+        plan = [*pieces(segments)]
+        for piece in plan:
             parts = piece.of(q, piece.rows), piece.of(k, piece.keys), piece.of(v, piece.keys)
             found, lse = FLASH(*parts, 0.0, piece.causal, scale=scale)
             mine, mine_lse = piece.of(heads, piece.rows), piece.lse(lse_MH)

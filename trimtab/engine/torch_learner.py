@@ -36,8 +36,9 @@ from trimtab.engine.batching import (
 )
 from trimtab.engine.cores import Cores
 from trimtab.engine.costs import PassCost, measured
+from trimtab.engine.flat_net import flat
 from trimtab.engine.lora import Adapter
-from trimtab.engine.memory import MIB, Memory, first_line, is_out_of_memory
+from trimtab.engine.memory import MIB, Memory, first_line, is_out_of_memory, keep_freed
 from trimtab.engine.models import BaseModel
 from trimtab.engine.shared_attention import SharedCausal
 from trimtab.engine.training import Training, check_adam
@@ -84,12 +85,13 @@ class TorchLearner:
         self.info: BaseModelInfo = replace(base.info, max_lora_rank=rank)
         self.losses: Mapping[str, LossSpec] = {name: loss.spec for name, loss in losses.items()}
         self._losses = losses
-        self._net = base.learner_net
+        self._net = flat(base.learner_net)
         self._device = base.device
         self._micro_batch_tokens = micro_batch_tokens
         self._cores = Cores() if cores is None else cores
         self._models: dict[str, Training] = {}
         self._stopping = threading.Event()
+        keep_freed()
         self._memory = Memory(device=base.device) if memory is None else memory
         self._room = self._memory.free()  # when nothing is loaded but the base model
 
