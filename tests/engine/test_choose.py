@@ -16,8 +16,15 @@ AT_HALF = [-0.14293162, -2.14293162, -4.14293162]
 def choose(logits, uniforms, **params):
     """One row of `logits` a uniform, all with the same parameters."""
     logits_BV = torch.as_tensor(logits).expand(len(uniforms), -1)
-    chooser = Chooser.of([SamplingParams(**params)] * len(uniforms), logits_BV.shape[1], "cpu")
-    return chooser.choose(logits_BV, torch.tensor(uniforms, dtype=torch.float64))
+    params = [SamplingParams(**params)] * len(uniforms)
+    return chosen_of(params, logits_BV, torch.tensor(uniforms, dtype=torch.float64))
+
+
+def chosen_of(params, logits_BV, uniform_B):
+    """Ids, their log-probabilities, and everybody's."""
+    chooser = Chooser.of(params, logits_BV.shape[1], "cpu")
+    ids_B, chosen_B, scores_BV, norm_B1 = chooser.choose(logits_BV, uniform_B)
+    return ids_B, chosen_B, scores_BV - norm_B1
 
 
 @pytest.mark.parametrize(
@@ -129,10 +136,10 @@ def test_rows_of_a_mixed_batch_choose_as_they_would_alone():
     generator = torch.Generator().manual_seed(2)
     logits_BV = torch.randn(5, 300, generator=generator) * 2
     u_B = torch.rand(5, generator=generator, dtype=torch.float64)
-    ids, chosen, every = Chooser.of(params, 300, "cpu").choose(logits_BV, u_B)
+    ids, chosen, every = chosen_of(params, logits_BV, u_B)
     for i, one in enumerate(params):
         row = slice(i, i + 1)
-        alone = Chooser.of([one], 300, "cpu").choose(logits_BV[row], u_B[row])
+        alone = chosen_of([one], logits_BV[row], u_B[row])
         assert ids[i] == alone[0][0] and chosen[i] == alone[1][0]
         torch.testing.assert_close(every[i], alone[2][0], atol=1e-6, rtol=0)
     for t in (0.0, 0.3, 2.5):

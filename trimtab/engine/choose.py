@@ -31,11 +31,15 @@ def tempered_logprobs(logits_BV: Tensor, temperature_B: Tensor | None = None) ->
     >>> tempered_logprobs(torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0.5]))
     tensor([[-0.1429, -2.1429, -4.1429]])
     """
-    logits_BV = logits_BV.float()
-    if temperature_B is not None:
-        divisor_B = temperature_B.float().masked_fill(temperature_B == 0, 1.0).clamp(min=_SMALLEST)
-        logits_BV = logits_BV / divisor_B[:, None]
-    return torch.log_softmax(logits_BV, dim=-1)
+    return torch.log_softmax(tempered(logits_BV, temperature_B), dim=-1)
+
+
+def tempered(logits_BV: Tensor, temperature_B: Tensor | None) -> Tensor:
+    """float32 logits / temperature: log-probabilities up to a constant of each row."""
+    if temperature_B is None:
+        return logits_BV.float()
+    divisor_B = temperature_B.float().masked_fill(temperature_B == 0, 1.0).clamp(min=_SMALLEST)
+    return logits_BV.float() / divisor_B[:, None]
 
 
 def top(logprobs_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -161,20 +165,25 @@ class Chooser:
             all_greedy=all(greedy),
         )
 
-    def choose(self, logits_BV: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids (B,), their log-probabilities (B,), and all of them (B, V), by the rule.
-        `uniform_B` float64 may be None when every row is greedy."""
-        logprobs_BV = tempered_logprobs(logits_BV, self.temperature_B)
+    def choose(self, logits_BV: Tensor, uniform_B: Tensor | None) -> tuple[Tensor, ...]:
+        """Token ids (B,), their log-probabilities (B,), and the log-probabilities of all as (B, V)
+        and (B, 1) to be taken away from it, by the rule. `uniform_B` float64 may be None when every
+        row is greedy."""
+        scores_BV = tempered(logits_BV, self.temperature_B)
+        weights_BV = torch.softmax(scores_BV, -1)
+        # The best token's is large: its logarithm gives the normaliser to the last bit, and the
+        # exponentials of a whole vocabulary are taken once.
+        norm_B1 = scores_BV.amax(-1, keepdim=True) - weights_BV.amax(-1, keepdim=True).log()
         if self.all_greedy:
             ids_B = logits_BV.argmax(-1)
         else:
-            weights_BV = logprobs_BV.exp()
             if self.filtered_F is not None:
                 self._filter(weights_BV)
             ids_B = draw(weights_BV, uniform_B[:, None])[:, 0]
             if self.greedy_B is not None:
                 ids_B = torch.where(self.greedy_B, logits_BV.argmax(-1), ids_B)
-        return ids_B, logprobs_BV.gather(1, ids_B[:, None])[:, 0], logprobs_BV
+        chosen_B = (scores_BV.gather(1, ids_B[:, None]) - norm_B1)[:, 0]
+        return ids_B, chosen_B, scores_BV, norm_B1
 
     def _filter(self, weights_BV: Tensor) -> None:
         every = len(self.filtered_F) == len(weights_BV)

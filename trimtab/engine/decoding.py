@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trimtab.engine.cached_attention import DecodePlan, GroupRow, GroupRows
 from trimtab.engine.choose import Chooser, top
+from trimtab.engine.decode_attention import DecodePlan, GroupRow, GroupRows
 from trimtab.engine.fast_net import FastNet
 from trimtab.engine.jobs import Row
 from trimtab.engine.kv import Group
@@ -54,11 +54,12 @@ class DecodeBatch:
         self.advances = True
         hidden_BD = self.net.hidden(self.tokens_B, self.positions_B, self.plan, self.adapters)
         logits_BV = self.net.head.logits(hidden_BD, self.adapters)
-        ids_B, chosen_B, logprobs_BV = self.chooser.choose(logits_BV, self._uniforms())
+        ids_B, chosen_B, scores_BV, norm_B1 = self.chooser.choose(logits_BV, self._uniforms())
         self.tokens_B = ids_B
         best = None
         if self.top_k:
-            top_Bk, values_Bk = top(logprobs_BV, self.top_k)
+            top_Bk, values_Bk = top(scores_BV, self.top_k)
+            values_Bk -= norm_B1
             best = (top_Bk.cpu().numpy().tobytes(), values_Bk.cpu().numpy().tobytes())
         return ids_B.tolist(), chosen_B.tolist(), best
 

@@ -31,13 +31,26 @@ BASE = 128
 class Int8Linear(nn.Module):
     """x (..., I) -> (..., O) float32, by `torch._int_mm` if `integer`, else a float32 product."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, *, integer: bool) -> None:
+    def __init__(
+        self, q_OI: Tensor, scale_O: Tensor, bias_O: Tensor | None, *, integer: bool
+    ) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight_OI.shape
-        q_OI, self.scale_O = quantise_rows(weight_OI.float())
+        self.out_features, self.in_features = q_OI.shape
         self.q_OI = q_OI if integer else q_OI.float()
+        self.scale_O = scale_O
         self.bias_O = bias_O
         self.integer = integer
+
+    @staticmethod
+    def of(*linears: Int8Linear) -> Int8Linear:
+        """Linears of one input as one, with the same numbers: a scale an output channel."""
+        biases = [linear.bias_O for linear in linears]
+        return Int8Linear(
+            torch.cat([linear.q_OI for linear in linears]),
+            torch.cat([linear.scale_O for linear in linears]),
+            None if biases[0] is None else torch.cat(biases),
+            integer=linears[0].integer,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x_MI = x.reshape(-1, x.shape[-1]).float()
@@ -48,10 +61,9 @@ class Int8Linear(nn.Module):
         return y_MO.view(*x.shape[:-1], -1)
 
     def _integer_product(self, x_MI: Tensor) -> Tensor:
-        high_MI, low_MI, scale_M = digits(x_MI)
-        sums = torch._int_mm(torch.cat([high_MI, low_MI]), self.q_OI.t()).float()
-        high_MO, low_MO = sums.chunk(2)
-        return low_MO.add_(high_MO, alpha=BASE).mul_(scale_M[:, None])
+        digits_2MI, scale_M1 = digits(x_MI)
+        high_MO, low_MO = torch._int_mm(digits_2MI, self.q_OI.t()).float().chunk(2)
+        return low_MO.add_(high_MO, alpha=BASE).mul_(scale_M1)
 
 
 def quantise_rows(x_RC: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,17 +76,19 @@ def quantise_rows(x_RC: Tensor) -> tuple[Tensor, Tensor]:
     return (x_RC / scale_R[:, None]).round_().to(torch.int8), scale_R
 
 
-def digits(x_MI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """int8 (M, I) twice and scale (M,) with x ~ (128 * high + low) * scale: 15 bits a value.
+def digits(x_MI: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 (2 * M, I), high digits above low ones, and scale (M, 1) with x ~ (128 * high + low) *
+    scale: 15 bits a value.
 
-    >>> digits(torch.tensor([[16256.0, -130.0]]))[:2]
-    (tensor([[127,  -1]], dtype=torch.int8), tensor([[ 0, -2]], dtype=torch.int8))
+    >>> digits(torch.tensor([[16256.0, -130.0]]))[0]
+    tensor([[127,  -1],
+            [  0,  -2]], dtype=torch.int8)
     """
-    scale_M = x_MI.abs().amax(dim=1).clamp_(min=1e-30).div_(127 * BASE)
-    q_MI = (x_MI / scale_M[:, None]).round_()
-    high_MI = (q_MI / BASE).round_()
-    low_MI = q_MI.sub_(high_MI, alpha=BASE)
-    return high_MI.to(torch.int8), low_MI.to(torch.int8), scale_M
+    most_M1 = torch.linalg.vector_norm(x_MI, torch.inf, dim=1, keepdim=True).clamp_(min=1e-30)
+    low_MI = (x_MI * (127 * BASE / most_M1)).round_()
+    high_MI = (low_MI * (1 / BASE)).round_()
+    low_MI.sub_(high_MI, alpha=BASE)
+    return torch.cat([high_MI, low_MI]).to(torch.int8), most_M1.div_(127 * BASE)
 
 
 def round_to_int4(weight_OI: Tensor) -> Tensor:
@@ -95,7 +109,7 @@ def round_to_int4(weight_OI: Tensor) -> Tensor:
 def int8_linear(linear: nn.Module) -> nn.Module:
     weight_OI = weight_of(linear)
     integer = weight_OI.device.type == "cpu" and has_integer_units()
-    return Int8Linear(weight_OI, linear.bias, integer=integer)
+    return Int8Linear(*quantise_rows(weight_OI.float()), linear.bias, integer=integer)
 
 
 def int4_linear(linear: nn.Module) -> nn.Module:
