@@ -221,7 +221,7 @@ def test_low_precision_samplers_reuse_too(folder_of, numerics):
         found, without = draw(cached, turn), draw(bare, turn)
         again, expected = draw(cached, request(PROMPT, max_tokens=20)), first
     assert (hits(found), hits(again)) == (49, 29)
-    bound = 2e-2 if numerics == "bfloat16" else 1e-4
+    bound = {"bfloat16": 2e-2, "int8": 1e-3}.get(numerics, 1e-4)  # int8's activations have 15 bits
     for one, other in ((found, without), (again, expected)):
         [a], [b] = one.sequences, other.sequences
         alike = common(a.tokens, b.tokens)
