@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trimtab.types import Sample, SamplingParams, WeightsRef
 
 Prompts = Callable[[], np.ndarray]  # (prompts, tokens) int64, others at every call
 TARGET = "base"
+_SEEDS = count()
 
 
 def load(path: Path, sampler_dtype: str = "float32") -> BaseModel:
@@ -49,7 +51,8 @@ def sampling(base: BaseModel) -> Iterator[TorchSampler]:
 
 
 def prompts_of(vocabulary: int, prompts: int, tokens: int) -> Prompts:
-    rng = np.random.default_rng(0)
+    """Those of one call begin like no other call's."""
+    rng = np.random.default_rng(next(_SEEDS))
     return lambda: rng.integers(3, vocabulary, (prompts, tokens))
 
 

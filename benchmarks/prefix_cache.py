@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.sampling import tiny_qwen3
+from benchmarks.report import tiny_qwen3
 from trimtab.engine.base import SampleWork
 from trimtab.engine.models import BaseModel
 from trimtab.engine.sampling_limits import SamplerLimits
