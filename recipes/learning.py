@@ -2,10 +2,11 @@
 which must not learn; prints the held-out greedy reward before and after.
 
     python -m recipes.learning                   a tiny model, `arithmetic.py`, 18 runs
-    python -m recipes.learning model=smollm2     a pretrained model, `successor.py`, 12 runs
+    python -m recipes.learning model=smollm2     a pretrained model, `capitals.py`, 18 runs
 
-model= takes what `trimtab serve --model` takes. results=FILE.jsonl adds a line a run. seeds=3 and
-algorithms=a,b choose among the runs; other key=value words are options of the trainer.
+model= takes what `trimtab serve --model` takes, and with it task= another recipe's file.
+results=FILE.jsonl adds a line a run. seeds=0,1,2, algorithms=a,b and rewards=true,shuffled choose
+among the runs; other key=value words are options of the trainer.
 docs/trainer.md quotes the tables.
 """
 
@@ -24,7 +25,7 @@ from typing import Any
 import tinker
 
 import trimtab
-from recipes import arithmetic, successor
+from recipes import arithmetic, capitals
 from recipes.warm_up import NAME, warm_up
 from trimtab import modelstore, tiny
 from trimtab.trainer import train
@@ -32,6 +33,7 @@ from trimtab.trainer.options import config
 from trimtab.trainer.task import Task, from_file
 
 ALGORITHMS = ("reinforce_pp", "reinforce_pp_baseline", "stable_reinforce")
+REWARDS = ("true", "shuffled")
 METRIC = "test/greedy/reward/total"
 
 
@@ -83,27 +85,28 @@ def tiny_model(folder: Path) -> Iterator[Ground]:
 
 
 @contextmanager
-def pretrained(model: str) -> Iterator[Ground]:
+def pretrained(model: str, task: str) -> Iterator[Ground]:
     """As it is, without demonstrations."""
     found = modelstore.resolve(model)
     served = "{}={}".format(*found) if found else model
-    task = from_file(Path(successor.__file__))
     with trimtab.local(model=served) as service:
-        yield Ground(service, served.partition("=")[0], task, {})
+        yield Ground(service, served.partition("=")[0], from_file(Path(task)), {})
 
 
-def cases(seeds: Sequence[int], algorithms: Sequence[str], *, controls: int) -> list[Case]:
-    """A run of each algorithm and seed, and `controls` controls a seed, the algorithms in turn.
+def cases(
+    seeds: Sequence[int], algorithms: Sequence[str], rewards: Sequence[str] = REWARDS
+) -> list[Case]:
+    """A run of each algorithm and seed, and a control of each.
 
-    >>> [case.algorithm for case in cases([0, 1], ["a", "b"], controls=1) if case.control]
-    ['a', 'b']
+    >>> [(case.algorithm, case.control) for case in cases([0], ["a", "b"])]
+    [('a', False), ('b', False), ('a', True), ('b', True)]
     """
-    found = []
-    for seed in seeds:
-        found += [Case(algorithm, seed, control=False) for algorithm in algorithms]
-        turn = [algorithms[(seed + i) % len(algorithms)] for i in range(controls)]
-        found += [Case(algorithm, seed, control=True) for algorithm in turn]
-    return found
+    return [
+        Case(algorithm, seed, control=bool(REWARDS.index(dealt)))
+        for seed in seeds
+        for dealt in rewards
+        for algorithm in algorithms
+    ]
 
 
 def measure(
@@ -136,15 +139,17 @@ def measure(
 def main(words: Sequence[str]) -> int:
     given = dict(word.split("=", 1) for word in words)
     model, results = given.pop("model", ""), given.pop("results", "")
-    seeds = range(int(given.pop("seeds", "3")))
+    if not model and "task" in given:
+        raise SystemExit("task= goes with model=; the tiny model is made for arithmetic.py")
+    task = given.pop("task", capitals.__file__)
+    seeds = [int(seed) for seed in given.pop("seeds", "0,1,2").split(",")]
     algorithms = given.pop("algorithms", ",".join(ALGORITHMS)).split(",")
-    controls = 1 if model else len(algorithms)
+    rewards = given.pop("rewards", ",".join(REWARDS)).split(",")
     print("| algorithm | seed | rewards | before | after | gain | CPU s |\n" + "|---" * 7 + "|")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        with pretrained(model) if model else tiny_model(folder) as ground:
-            chosen = cases(seeds, algorithms, controls=controls)
-            for outcome in measure(ground, chosen, folder, given):
+        with pretrained(model, task) if model else tiny_model(folder) as ground:
+            for outcome in measure(ground, cases(seeds, algorithms, rewards), folder, given):
                 print(row(outcome), flush=True)
                 if results:
                     keep(Path(results), outcome)
@@ -152,7 +157,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def row(found: Outcome) -> str:
-    dealt = "shuffled" if found.control else "true"
+    dealt = REWARDS[found.control]
     return (
         f"| {found.algorithm} | {found.seed} | {dealt} | {found.before:.3f} | "
         f"{found.after:.3f} | {found.gain:+.3f} | {found.cpu_seconds:.0f} |"

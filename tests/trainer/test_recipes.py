@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import arithmetic, guess_number, preference
+from recipes import arithmetic, capitals, guess_number, preference
 from trimtab import tiny
 from trimtab.trainer import Completion, options
 from trimtab.trainer.task import from_file
@@ -26,6 +26,18 @@ def test_no_held_out_sum_is_trained_on():
     assert not trained & {item["prompt"] for item in arithmetic.held_out}
     assert arithmetic.reward(Completion(" 7"), {"answer": "7"}) == 1.0
     assert arithmetic.reward(Completion("17"), {"answer": "7"}) == 0.0
+
+
+def test_no_held_out_word_is_trained_on_and_copying_it_earns_nothing():
+    trained = {item["prompt"] for item in capitals.prompts}
+    assert len(trained) == len(capitals.prompts)
+    assert not trained & {item["prompt"] for item in capitals.held_out}
+    item = capitals.held_out[0]
+    copied = item["answer"].lower()
+    assert item["prompt"].endswith(f"\n{copied} ->")
+    assert capitals.reward(Completion(f" {item['answer']}"), item) == 1.0
+    assert capitals.reward(Completion(f" {copied}"), item) == 0.0
+    assert capitals.reward(Completion(f" {item['answer']}", truncated=True), item) == 0.0
 
 
 def test_a_number_is_found_in_time_or_not():
