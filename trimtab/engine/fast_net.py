@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,8 @@ class FastNet:
             replace(net.head, base=PackedLinear.of(net.head.base)) if pack else net.head
         )
         self.least = LEAST if pack else 1
+        self.given: tuple[AdapterPlan, int] = ((), 0)  # the last pass's
+        self.plan: AdapterPlan = ()  # and what became of it
 
     def hidden(
         self,
@@ -75,17 +77,18 @@ class FastNet:
     ) -> Tensor:
         """(M,) int64 tokens and positions -> (M, d), what the head takes."""
         rows, short = len(tokens_M), max(0, self.least - len(tokens_M))
-        adapters = [entry for entry in adapters if entry[0] is not None]
         if short:  # rows that attend to nothing and that nobody sees
             tokens_M, positions_M = F.pad(tokens_M, (0, short)), F.pad(positions_M, (0, short))
-            adapters = [(a, i, j + short if j == rows else j) for a, i, j in adapters]
             attention = _Shortened(attention, rows)
+        if self.given[0] is not adapters or self.given[1] != short:  # not the same batch's
+            self.given = adapters, short
+            self.plan = [(a, i, j + short * (j == rows)) for a, i, j in adapters if a is not None]
         x_Md = self.embed(tokens_M)
         cos, sin = self.rotary(x_Md[None], positions_M[None])
         half = sin.shape[-1] // 2
         turn = (cos[0][:, None], torch.cat([-sin[..., :half], sin[..., half:]], -1)[0][:, None])
         for i, layer in enumerate(self.layers):
-            x_Md = layer.forward(i, x_Md, turn, attention, adapters)
+            x_Md = layer.forward(i, x_Md, turn, attention, self.plan)
         return self.norm(x_Md[:rows] if short else x_Md)
 
 
@@ -137,20 +140,49 @@ class Projection:
             stop = start + linear.base.out_features
             self.parts.append((linear.name, start, stop))
             start = stop
+        self.plan: AdapterPlan = ()  # the last one, and its products
+        self.products: list[_LowRank] = []
 
-    def __call__(self, x_MI: Tensor, adapters: AdapterPlan) -> Tensor:
+    def __call__(self, x_MI: Tensor, plan: AdapterPlan) -> Tensor:
         """(M, in) -> (M, out of all)."""
         made = [base(x_MI) for base in self.bases]
         y_MO = made[0] if len(made) == 1 else torch.cat(made, -1)
-        for adapter, i, j in adapters:
-            every = j - i == len(x_MI)  # the usual batch: no need to cut it up
-            x, y = (x_MI, y_MO) if every else (x_MI[i:j], y_MO[i:j])
-            for name, start, stop in self.parts:
-                if name in adapter.pairs:
-                    A, B = adapter.pairs[name]
-                    part = y if len(self.parts) == 1 else y[:, start:stop]
-                    part.addmm_(x @ A.t(), B.t(), alpha=adapter.scale)
+        if plan:
+            if plan is not self.plan:
+                self.plan, self.products = plan, self._products(plan, x_MI.shape[0])
+            for rows, columns, A_Ir, B_rO, scale in self.products:
+                x, y = (x_MI, y_MO) if rows is None else (x_MI[rows], y_MO[rows])
+                (y if columns is None else y[:, columns]).addmm_(x @ A_Ir, B_rO, alpha=scale)
         return y_MO
+
+    def _products(self, plan: AdapterPlan, rows: int) -> list[_LowRank]:
+        """A plan as its products, once a batch: with many adapters in a step, finding and turning
+        the factors takes as long as multiplying them. Only views are kept."""
+        out = []
+        for adapter, i, j in plan:
+            for name, start, stop in self.parts:
+                if adapter is not None and name in adapter.pairs:
+                    A, B = adapter.pairs[name]
+                    out.append(
+                        _LowRank(
+                            None if j - i == rows else slice(i, j),
+                            None if len(self.parts) == 1 else slice(start, stop),
+                            A.t(),
+                            B.t(),
+                            adapter.scale,
+                        )
+                    )
+        return out
+
+
+class _LowRank(NamedTuple):
+    """y[rows, columns] += scale * (x[rows] A) B; None: all of them."""
+
+    rows: slice | None
+    columns: slice | None
+    A_Ir: Tensor
+    B_rO: Tensor
+    scale: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
