@@ -13,6 +13,7 @@ import sys
 from benchmarks.report import RESULTS, label
 
 ALL = ("startup", "sampling", "decoding", "learning", "rl_step", "overhead", "growth")
+IN_PROCESS = ("sampling", "decoding", "learning")
 REAL = ("sampling", "decoding", "learning", "rl_step")
 REAL_GROWTH = ("--only", "batch,adapters")
 
@@ -22,6 +23,9 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(ALL)}; by default all that pay")
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--rounds", type=int, help="of each; fewer is quicker and noisier")
+    parser.add_argument(
+        "--cpu", action="store_true", help=f"CPU time of one thread, in {', '.join(IN_PROCESS)}"
+    )
     options = parser.parse_args()
     unknown = sorted(set(options.names) - set(ALL))
     if unknown:
@@ -32,6 +36,7 @@ def main() -> int:
         words = [sys.executable, "-m", f"benchmarks.{name}", "--model", options.model]
         words += ["--json", str(RESULTS / f"{name}-{label(options.model)}.json")]
         words += [] if options.rounds is None else ["--rounds", str(options.rounds)]
+        words += ["--cpu"] if options.cpu and name in IN_PROCESS else []
         words += REAL_GROWTH if real and name == "growth" else ()
         print(f"\n== {name}", flush=True)
         if subprocess.run(words, check=False).returncode:

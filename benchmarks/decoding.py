@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="steps timed; 48, or 12 on a real model")
     options = read(parser)
     steps = options.steps or (48 if options.model == "tiny" else 12)
-    report = new_report(options.model)
+    report = new_report(options)
     with model_folder(options.model) as path, contextlib.ExitStack() as stack:
         samplers = {}
         for dtype in ("float32", "int8"):

@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
     options = read(parser)
     torch.set_num_threads(1)
-    report = new_report(options.model)
+    report = new_report(options, cpu=True)
     with model_folder(options.model) as path:
         for kind in options.only.split(","):
             print(f"growing {kind}", file=sys.stderr, flush=True)

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a datum")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     options = read(parser)
-    report = new_report(options.model)
+    report = new_report(options)
     report |= {"datums": options.datums, "tokens": options.tokens, "rank": RANK}
     with model_folder(options.model) as path:
         made = batches(path, options.datums, options.tokens)

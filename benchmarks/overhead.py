@@ -64,7 +64,7 @@ def main() -> None:
     options = read(parser)
     torch.set_num_threads(1)
     count_requests()
-    report = new_report(options.model)
+    report = new_report(options, cpu=True)
     with model_folder(options.model) as path, served(path, threads=1) as server:
         service = server.client()
         idle = computed_in(server, lambda: time.sleep(2.0))

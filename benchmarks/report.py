@@ -84,8 +84,11 @@ def label(model: str) -> str:
     return model if "/" not in model else Path(model).name
 
 
-def new_report(model: str) -> Report:
-    return {"model": label(model), "machine": machine()}
+def new_report(options: argparse.Namespace, *, cpu: bool = False) -> Report:
+    """`clock` says what seconds are: the clock's, or of the processor with one thread (`cpu` where
+    they always are)."""
+    clock = "CPU" if cpu or getattr(options, "cpu", False) else "wall"
+    return {"model": label(options.model), "clock": clock, "machine": machine()}
 
 
 def machine() -> Report:
@@ -117,7 +120,10 @@ def _commit() -> str:
 
 def finish(report: Report, path: Path | None) -> None:
     """Print every number, and keep them where asked."""
-    print(f"{report['model']}; load {report['machine']['load']:.1f} before")
+    print(
+        f"{report['model']}; {report['clock']} time, {report['machine']['threads']} threads, "
+        f"load {report['machine']['load']:.1f} before"
+    )
     _show(report, 1)
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +132,7 @@ def finish(report: Report, path: Path | None) -> None:
 
 def _show(values: Mapping[str, Any], depth: int) -> None:
     for name, value in values.items():
-        if name in ("model", "machine"):
+        if name in ("model", "clock", "machine"):
             continue
         if isinstance(value, Mapping):
             print(f"{'  ' * depth}{name}")

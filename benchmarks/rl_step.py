@@ -54,7 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.new is None:
         options.new = 64 if options.model == "tiny" else 16
-    report = new_report(options.model)
+    report = new_report(options)
     report["step"] = f"{PROMPTS} x {SAMPLES} x {options.new}, prompts of {options.prompt}"
     with model_folder(options.model) as path:
         report |= measured(path, options)

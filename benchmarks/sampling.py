@@ -38,7 +38,7 @@ __all__ = ["Contender", "tiny_qwen3", "versus"]
 
 def main() -> None:
     options = read_arguments()
-    report = new_report(options.model)
+    report = new_report(options)
     with model_folder(options.model) as path:
         model = plain(path)
         base = load(path)

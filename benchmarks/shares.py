@@ -33,7 +33,7 @@ def main() -> None:
     options = read(parser)
     torch.set_num_threads(1)
     new = options.new or (33 if options.model == "tiny" else 9)
-    report = new_report(options.model)
+    report = new_report(options, cpu=True)
     with model_folder(options.model) as path:
         base = load(path)
         with sampling(base) as sampler:

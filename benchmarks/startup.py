@@ -31,7 +31,7 @@ NAME, KEY = "bench/model", "tml-bench"
 def main() -> None:
     options = read(arguments(__doc__, rounds=3))
     os.environ["TINKER_TELEMETRY"] = "0"
-    report = new_report(options.model)
+    report = new_report(options)
     helps = [helped() for _ in range(2 * options.rounds)]
     report["trimtab --help, s"], report["trimtab --help, CPU s"] = (
         statistics.median(column) for column in zip(*helps, strict=True)
