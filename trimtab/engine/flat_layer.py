@@ -52,8 +52,8 @@ class RmsNorm:
         return (x * self._scale(x)).mul_(self.weight)
 
     def _scale(self, x: Tensor) -> Tensor:
-        square = torch.linalg.vecdot(x, x)[..., None]
-        return square.div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass, nothing in between
+        return norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
 
     def backward(self, dy: Tensor, x: Tensor) -> Tensor:
         """d x; consumes `dy`."""
