@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from trimtab.engine.lora import AdapterPlan, Pair, apply_adapters
 
-CHUNK_BYTES = 32 * 2**20
-KEPT_BYTES = 256 * 2**20
+CHUNK_BYTES = 64 * 2**20
+KEPT_BYTES = 512 * 2**20
 
 
 @dataclass(eq=False)
