@@ -282,3 +282,13 @@ def read_window(
     refuse_rest(found, WINDOW)
     culprits = tuple((seq_id, datum) for seq_id, datum in noted["culprits"])
     return Accumulated(gradients, tuple(noted["seq_ids"]), culprits)
+
+
+def check_same(mine: LoraConfig, saved: LoraConfig) -> None:
+    """Raise Invalid unless a checkpoint has the shape of the model it is loaded into."""
+    for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
+        if getattr(mine, name) != getattr(saved, name):
+            raise Invalid(
+                f"the checkpoint's lora {name} is {getattr(saved, name)}, this model's is "
+                f"{getattr(mine, name)}; load it into a new model"
+            )

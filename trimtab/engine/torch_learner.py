@@ -280,7 +280,7 @@ class TorchLearner:
                 optimizer=optimizer,
             )
         if model_id in self._models:
-            check_same(self._models[model_id].adapter.config, saved.adapter.config)
+            checkpoint.check_same(self._models[model_id].adapter.config, saved.adapter.config)
         self._models[model_id] = Training(saved.adapter, saved.steps, saved.moments)
 
     def snapshot(self, model_id: str) -> Callable[[Path], int]:
@@ -393,13 +393,3 @@ def gradients_of(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     return bool(torch.isfinite(torch.stack([t.sum() for t in tensors])).all())
-
-
-def check_same(mine: LoraConfig, saved: LoraConfig) -> None:
-    """Raise Invalid unless a checkpoint has the shape of the model it is loaded into."""
-    for name in ("rank", "train_attn", "train_mlp", "train_unembed"):
-        if getattr(mine, name) != getattr(saved, name):
-            raise Invalid(
-                f"the checkpoint's lora {name} is {getattr(saved, name)}, this model's is "
-                f"{getattr(mine, name)}; load it into a new model"
-            )
