@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.engines import drawing, load, prompts_of, sampling
 from benchmarks.floors import Meter, Rates, Shape
 from benchmarks.report import Report, arguments, finish, model_folder, new_report, read, with_cpu
-from benchmarks.turns import Contender, seconds_of
+from benchmarks.turns import Contender, on_its_own, seconds_of
 
 BATCHES = {1: (1, 1), 4: (4, 1), 16: (16, 1), 64: (16, 4)}  # rows: prompts, samples of each
 FEW = 4  # tokens of the short request
@@ -61,7 +61,7 @@ class Measure:
         self, prompts: int, samples: int, pairs: dict[str, tuple[Contender, Contender]]
     ) -> Report:
         for few, many in pairs.values():
-            few(), many()
+            on_its_own(few)(), on_its_own(many)()
         rates: list[Rates] = []
         steps: dict[str, list[float]] = {dtype: [] for dtype in pairs}
         for _ in range(self._rounds):

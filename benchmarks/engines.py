@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.turns import Contender
+from benchmarks.turns import Contender, on_its_own
 from trimtab.engine.base import SampleWork
 from trimtab.engine.models import BaseModel
 from trimtab.engine.torch_sampler import TorchSampler
@@ -27,11 +27,13 @@ TARGET = "base"
 _SEEDS = count()
 
 
+@on_its_own
 def load(path: Path, sampler_dtype: str = "float32") -> BaseModel:
     with quiet():
         return BaseModel.load("bench", path, learner_dtype="float32", sampler_dtype=sampler_dtype)
 
 
+@on_its_own
 def plain(path: Path) -> Any:
     """The model as transformers has it, in float32."""
     with quiet():
@@ -41,7 +43,7 @@ def plain(path: Path) -> Any:
 @contextmanager
 def sampling(base: BaseModel) -> Iterator[TorchSampler]:
     """A sampler that draws from the base model as `TARGET` while the block runs."""
-    sampler = TorchSampler(base)
+    sampler = on_its_own(TorchSampler)(base)
     sampler.publish(TARGET, WeightsRef(TARGET, base.info.name))
     sampler.start()
     try:

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.turns import on_its_own
+
 Clock = Callable[[], float]
 SQUARE = 1024  # of the matrices multiplied
 
@@ -33,6 +35,7 @@ class Meter:
     """Measures both rates; the buffers are made once. `size` is the bytes that are read over and
     over, so that a small model's floor counts on the caches it lives in."""
 
+    @on_its_own
     def __init__(self, size: int, clock: Clock = time.perf_counter) -> None:
         columns = 1024
         self._clock = clock
@@ -40,6 +43,7 @@ class Meter:
         self._ones_C = torch.ones(columns)
         self._square = torch.randn(SQUARE, SQUARE)
 
+    @on_its_own
     def __call__(self, seconds: float = 0.15) -> Rates:
         """The best of what fits into `seconds` for each of three ways."""
         size = self._read_RC.numel() * 4

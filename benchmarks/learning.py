@@ -29,7 +29,7 @@ from peft import get_peft_model
 from benchmarks.engines import load, plain
 from benchmarks.floors import Meter, Shape
 from benchmarks.report import Report, arguments, finish, model_folder, new_report, read, with_cpu
-from benchmarks.turns import in_a_process, peak_megabytes, seconds_of
+from benchmarks.turns import in_a_process, on_its_own, peak_megabytes, seconds_of
 from trimtab.engine.torch_learner import TorchLearner
 from trimtab.types import AdamParams, LoraConfig, Stability, TrainingBatch, TrainingDatum
 
@@ -161,8 +161,8 @@ def compare(path: Path, loss: str, ids: np.ndarray, options: argparse.Namespace)
     """Tokens a second of each, the median of the ratios within a round, and our share of the
     floor measured in that round."""
     shared = shared_tokens(ids)
-    steps = [make(path, ids, loss, shared) for make in MAKERS.values()]
-    first, second = (run() for run in steps)  # also warms both up
+    steps = [on_its_own(make)(path, ids, loss, shared) for make in MAKERS.values()]
+    first, second = (on_its_own(run)() for run in steps)  # also warms both up
     if loss == "cross_entropy" and abs(first - second) > 1e-4 * abs(second):
         sys.exit(f"the two compute different losses before the first update: {first}, {second}")
     shape, own = Shape.of(path), options.tokens - shared

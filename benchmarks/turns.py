@@ -1,20 +1,36 @@
 """Two contenders that take turns, and the most memory a process held.
 
 Absolute speeds of a shared machine drift; the ratio of two that take turns within a second holds.
-Knows nothing of models.
+Each turn is taken on a thread that ends with it: what OpenMP keeps for a thread that has computed
+would slow down the other contender (docs/performance.md, Threads). Knows nothing of models.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import resource
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Contender = Callable[[], int]  # runs once, returns the tokens it made
+
+
+def on_its_own(function: Callable[P, T]) -> Callable[P, T]:
+    """`function` on a thread that ends when it returns."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(function, *args, **kwargs).result()
+
+    return run
 
 
 def versus(
@@ -25,6 +41,7 @@ def versus(
 ) -> dict[str, float]:
     """Tokens a second of each, and the median over rounds of one's speed over the other's. A round
     is one, other, other, one, so that neither always finds the other's data in the caches."""
+    one, other = on_its_own(one), on_its_own(other)
     speeds: dict[Contender, list[float]] = {one: [], other: []}
     one(), other()
     for _ in range(rounds):
@@ -44,6 +61,7 @@ def versus(
 
 
 def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    run = on_its_own(run)
     started = clock()
     run()
     return clock() - started

@@ -72,7 +72,7 @@ def test_a_term_during_a_long_step_a_sample_and_a_held_poll(flags):
         service = tinker.ServiceClient(base_url=url, api_key="tml-local")
         training = service.create_lora_training_client(MODEL, rank=4).result()
         sampler = training.save_weights_and_get_sampling_client().result()
-        long = [datum([1 + i % 250 for i in range(250)]) for _ in range(1000)]
+        long = [datum([1 + (i * n) % 250 for i in range(250)]) for n in range(1, 1001)]
         futures = [training.forward_backward(long, "cross_entropy") for _ in range(3)]
         params = types.SamplingParams(max_tokens=240, stop=[])
         samples = [sampler.sample(prompt(5), 256, params) for _ in range(3)]
