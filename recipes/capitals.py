@@ -34,7 +34,7 @@ items = [{"prompt": f"{EXAMPLES}{word} ->", "answer": word.capitalize()} for wor
 held_out, prompts = items[:60], items[60:]
 stop = ["\n"]
 defaults = {
-    "steps": 6,
+    "steps": 12,
     "groups_per_batch": 6,
     "group_size": 8,
     "learning_rate": 1e-4,
