@@ -1,8 +1,8 @@
 """Learning: ours against a plain transformers + PEFT training loop, and beside the matmul floor.
 
 The same float32 weights, the same batch, rank 32 on every linear layer but the output, AdamW; the
-two take turns in one process, so that the ratio holds on a machine that does other things too.
-Medians over the rounds. Peak memory is measured in a process of its own for each.
+two take turns, each in a process of its own, so that the ratio holds on a machine that does other
+things too. Medians over the rounds. Peak memory is that of a process after two steps.
 
 Batches are 32 datums of 128 tokens: unrelated ones, or 8 groups of 4 that share a prompt as long as
 their completions. The loop computes every datum whole, as such loops do. For `stable_reinforce` the
@@ -19,6 +19,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from peft import get_peft_model
 from benchmarks.engines import load, plain
 from benchmarks.floors import Meter, Shape
 from benchmarks.report import Report, arguments, finish, model_folder, new_report, read, with_cpu
-from benchmarks.turns import in_a_process, on_its_own, peak_megabytes, seconds_of
+from benchmarks.turns import Turn, apart, in_a_process, peak_megabytes
 from trimtab.engine.torch_learner import TorchLearner
 from trimtab.types import AdamParams, LoraConfig, Stability, TrainingBatch, TrainingDatum
 
@@ -161,19 +162,30 @@ def compare(path: Path, loss: str, ids: np.ndarray, options: argparse.Namespace)
     """Tokens a second of each, the median of the ratios within a round, and our share of the
     floor measured in that round."""
     shared = shared_tokens(ids)
-    steps = [on_its_own(make)(path, ids, loss, shared) for make in MAKERS.values()]
-    first, second = (on_its_own(run)() for run in steps)  # also warms both up
+    own = options.tokens - shared
+    groups = [(shared, [own] * MEMBERS)] * (len(ids) // MEMBERS)
+    alone = [(0, [own])] * len(ids)
+    needed = Shape.of(path).learning_flops(groups if shared else alone, RANK)
+    with ExitStack() as stack:
+        steps = [
+            stack.enter_context(apart(make, path, ids, loss, shared)) for make in MAKERS.values()
+        ]
+        return _compare(steps, loss, needed, options)
+
+
+def _compare(
+    steps: list[Callable[[], Turn]], loss: str, needed: float, options: argparse.Namespace
+) -> Report:
+    first, second = (run().value for run in steps)  # also warms both up
     if loss == "cross_entropy" and abs(first - second) > 1e-4 * abs(second):
         sys.exit(f"the two compute different losses before the first update: {first}, {second}")
-    shape, own = Shape.of(path), options.tokens - shared
-    groups = [(shared, [own] * MEMBERS)] * (len(ids) // MEMBERS)
-    needed = shape.learning_flops(groups if shared else [(0, [own])] * len(ids), RANK)
     meter, seconds, shares = Meter(4096, options.clock), [], []
     for i in range(options.rounds):
         rates = meter()
         pair = [0.0, 0.0]
         for j in (0, 1, 1, 0) if i % 2 else (1, 0, 0, 1):
-            pair[j] += seconds_of(steps[j], options.clock) / 2
+            turn = steps[j]()
+            pair[j] += (turn.cpu if options.cpu else turn.wall) / 2
         seconds.append(pair)
         shares.append(needed / rates.flops / pair[0])
     a, b = (statistics.median(column) for column in zip(*seconds, strict=True))

@@ -12,14 +12,19 @@ import multiprocessing
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Contender = Callable[[], int]  # runs once, returns the tokens it made
+Maker = Callable[..., Callable[[], float]]
 
 
 def on_its_own(function: Callable[P, T]) -> Callable[P, T]:
@@ -65,6 +70,46 @@ def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.perf
     started = clock()
     run()
     return clock() - started
+
+
+class Turn(NamedTuple):
+    value: float
+    wall: float
+    cpu: float
+
+
+@contextmanager
+def apart(make: Maker, *arguments: Any) -> Iterator[Callable[[], Turn]]:
+    """`make(*arguments)` (of a module's top level) in a process of its own, so that neither what it
+    sets for its process nor what it leaves in memory serves the other contender. Each call of what
+    is yielded takes one turn there."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(
+        target=_take_turns, args=(there, torch.get_num_threads(), make, arguments), daemon=True
+    )
+    process.start()
+    there.close()
+
+    def turn() -> Turn:
+        here.send(True)
+        return Turn(*here.recv())
+
+    try:
+        yield turn
+    finally:
+        here.close()
+        process.join()
+
+
+def _take_turns(pipe: Connection, threads: int, make: Maker, arguments: Any) -> None:
+    torch.set_num_threads(threads)
+    run = make(*arguments)
+    with suppress(EOFError):
+        while pipe.recv():
+            wall, cpu = time.perf_counter(), time.process_time()
+            value = run()
+            pipe.send((value, time.perf_counter() - wall, time.process_time() - cpu))
 
 
 def in_a_process(function: Callable[..., float], *arguments: Any) -> float:
