@@ -12,6 +12,7 @@ from trimtab.engine.memory import MIB, Memory
 from trimtab.engine.models import BaseModel
 from trimtab.engine.prefix import LEAST, common
 from trimtab.engine.sampling_limits import SamplerLimits
+from trimtab.engine.scoring import PromptScorer
 from trimtab.engine.torch_sampler import TorchSampler
 from trimtab.errors import ServerError
 from trimtab.types import WeightsRef
@@ -227,3 +228,25 @@ def test_low_precision_samplers_reuse_too(folder_of, numerics):
         alike = common(a.tokens, b.tokens)
         assert alike == len(a.tokens) or numerics == "bfloat16"
         np.testing.assert_allclose(a.logprobs[:alike], b.logprobs[:alike], atol=bound)
+
+
+def test_a_prompt_that_moves_brings_what_its_pass_computed(llama, monkeypatch):
+    """Scoring fails a request whose place another of the same pass takes."""
+
+    def fails(*_):
+        raise MemoryError
+
+    prompts, model = [tokens(30, seed=i) for i in range(3)], plain(llama.info.path)
+    with sampling(llama, run=False) as sampler:
+        monkeypatch.setattr(PromptScorer, "score", fails)
+        scored = request(prompts[0], max_tokens=5, prompt_logprobs=True, prompt_logprobs_last_n=5)
+        bad = submit(sampler, scored)
+        good = [submit(sampler, request(prompt, max_tokens=5)) for prompt in prompts[1:]]
+        step(sampler, 6)
+        with pytest.raises(ServerError, match="scoring the prompt failed"):
+            bad.result(0)
+        good += [submit(sampler, request(prompt, max_tokens=5)) for prompt in prompts[1:]]
+        step(sampler, 6)
+    assert [hits(f.result(0)) for f in good] == [0, 0, 29, 29]
+    for future, prompt in zip(good, prompts[1:] * 2, strict=True):
+        assert gap(model, prompt, future.result(0).sequences[0]) < 1e-4

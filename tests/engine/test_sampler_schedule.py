@@ -197,6 +197,27 @@ def test_weights_that_are_not_numbers_fail_their_request_and_harm_no_other(llama
             assert max(gap(model, tokens(n), s) for s in future.result(0).sequences) < 1e-4
 
 
+def test_a_cancelled_prompt_leaves_nothing_that_is_no_number(llama, monkeypatch):
+    """Cancelled before a step came upon it; a shorter prompt has its places next."""
+    adapter = random_adapter(llama, 1)
+    for _, B in adapter.pairs.values():
+        B.fill_(float("nan"))
+    model = plain(llama.info.path)
+    with sampling(llama, run=False, prefill_tokens=24) as sampler:
+        monkeypatch.setattr(sampler._shelf, "_read", lambda _: adapter)
+        sampler.publish("nan", WeightsRef("bad", "llama", llama.info.path))
+        sizes = (10, 18, 30)
+        futures = [submit(sampler, request(tokens(10), max_tokens=30))]  # keeps the pool alive
+        step(sampler, 2)
+        bad = submit(sampler, request(tokens(30), max_tokens=30), "nan")
+        step(sampler)
+        assert bad.cancel()
+        futures += [submit(sampler, request(tokens(n), max_tokens=30)) for n in sizes[1:]]
+        step(sampler, 60)
+        for future, n in zip(futures, sizes, strict=True):
+            assert gap(model, tokens(n), future.result(0).sequences[0]) < 1e-4
+
+
 def test_stops_end_a_sequence_with_their_token_and_its_logprob(llama):
     model = plain(llama.info.path)
     prompt = tokens(5)

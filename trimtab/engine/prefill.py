@@ -147,9 +147,13 @@ class Prefill:
         if hidden is None:  # outside the handler, whose traceback keeps what the pass computed
             self._compute_apart(parts, failure)
             return
+        # All counted before any is scored: where scoring fails a job, the prompt that takes its
+        # place must bring what this pass computed of it.
+        for part in parts:
+            part.job.prompt.used += part.rows
         start = 0
         for part in parts:
-            self._computed(part, hidden[start : start + part.rows])
+            self._score(part, hidden[start : start + part.rows])
             start += part.rows
 
     def _compute_apart(self, parts: list[_Part], failure: TrimtabError | None) -> None:
@@ -180,12 +184,12 @@ class Prefill:
             runs(adapters),
         )
 
-    def _computed(self, part: _Part, hidden_Cd: Tensor) -> None:
+    def _score(self, part: _Part, hidden_Cd: Tensor) -> None:
         job = part.job
         if job.scorer.anything:
             try:
                 job.scorer.score(
-                    job.prompt.used,
+                    job.prompt.used - part.rows,
                     hidden_Cd,
                     self._net.head,
                     part.weights.adapter,
@@ -193,5 +197,3 @@ class Prefill:
                 )
             except Exception as error:  # only this request asked for it
                 self._fail(job, as_server_error("scoring the prompt failed", error))
-                return
-        job.prompt.used += part.rows

@@ -154,6 +154,7 @@ class SamplingLoop:
         self._cancelled = False
         for job in [j for j in itertools.chain(self._queue, self._active) if j.future.cancelled()]:
             if job in self._active or job in self._queue:  # it may stand in both
+                self._clear(job)
                 self._leave(job)
                 job.future.set_running_or_notify_cancel()
 
@@ -165,6 +166,7 @@ class SamplingLoop:
             self._memory.prefixes.keep_only(self._shelf.meant())
 
     def _fail(self, job: Job, error: BaseException) -> None:
+        self._clear(job)
         self._leave(job)
         job.fail(error)
 
@@ -289,15 +291,16 @@ class SamplingLoop:
             except Exception as error:  # a tokenizer, or numbers that are none: only this request
                 failed.setdefault(row.job, error)
         for job, error in failed.items():
-            self._clear(job)
             self._fail(job, as_server_error("taking a token failed", error))
         for row in ended:
             if row.job in self._active:
                 self._finish(row)
 
     def _clear(self, job: Job) -> None:
-        """Leave no number behind that is none."""
-        assert job.group is not None, "a row has a group"
+        """Leave no number behind that is none: who ends without a result may have left some that
+        no step has come upon yet, and its places are others' next."""
+        if job not in self._active or job.group is None:  # it has no places
+            return
         job.group.prompts.clear(job.prompt)
         for row in job.rows:
             job.group.rows.clear(row)
