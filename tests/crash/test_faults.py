@@ -120,8 +120,7 @@ def test_a_snapshot_that_was_cut_short(nursery, crash_model, tmp_path):
     home.kill(signal.SIGSTOP)  # between two writes, most likely; the kill takes it from there
     home.kill()
     home.wait(10)
-    for folder in snapshots.iterdir():
-        file = folder / "adapter.safetensors"
+    for file in snapshots.glob("*/adapter.safetensors"):  # the kill may have left an empty folder
         file.write_bytes(file.read_bytes()[:-8])
     home.start()
     words = r"lost its weights when the server restarted .*damaged.* its last checkpoint is '"
