@@ -127,8 +127,9 @@ class Orders:
     async def park(self, job: Job, model: Model) -> None:
         """Give an accepted request its place. The model may have ended while it was written down:
         it is answered as every later one is."""
-        model = self._parts.models.find(model.record.model_id) or model  # one read before a restart
-        if model.live:  # had taken the models up again is another object
+        if model.live:  # one read before a restart had taken the models up is another object
+            model = self._parts.models.find(model.record.model_id) or model
+        if model.live:
             await self._parts.lanes.put(model.record.model_id, job)
         else:
             await job.settle(Failed(model.why, model.fault))
