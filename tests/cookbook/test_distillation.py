@@ -12,19 +12,21 @@ MODEL = {"model_name": SMOLLM2, "renderer_name": "qwen3_instruct"}
 
 
 @pytest.fixture(scope="module")
-def moved(cookbook, tmp_path_factory):
-    """The last checkpoint of a model that was trained away from its base."""
+def moved(cookbook, real, tmp_path_factory):
+    """The last checkpoint of a model that was trained away from its base, and not too far to come
+    back: from 5 nats a token, at a rate of 1e-3, one run of two fell silent instead."""
     chats = conversations(tmp_path_factory.mktemp("moved") / "chats.jsonl")
     run = cookbook.recipe(
-        "chat_sl.train", "moved", **TINY | MODEL | {"learning_rate": 5e-3},
+        "chat_sl.train", "moved", **TINY | MODEL | {"learning_rate": 1e-3 if real else 5e-3},
         dataset=chats, batch_size=4, max_steps=6, lr_schedule="constant",
     )  # fmt: skip
     return run.checkpoints()[-1]
 
 
-def test_a_student_approaches_its_teacher(cookbook, moved):
+def test_a_student_approaches_its_teacher(cookbook, moved, real):
+    rate = {"learning_rate": 3e-4 if real else 1e-3}
     run = cookbook.recipe(
-        "distillation.on_policy_distillation", "distillation", **TINY | MODEL,
+        "distillation.on_policy_distillation", "distillation", **TINY | MODEL | rate,
         teacher_model=SMOLLM2, load_checkpoint_path=moved["state_path"],
         groups_per_batch=4, group_size=4, max_tokens=16, max_steps=6,
     )  # fmt: skip

@@ -33,9 +33,10 @@ def test_rl_loop_trains_by_its_default_loss(cookbook, real):
         **options | {"model_name": FIXED, "batch_size": 2, "group_size": 16, "max_tokens": 24},
         max_steps=3,
     )  # fmt: skip
-    assert len(run.steps("reward/total")) == 3
+    rewards = run.steps("reward/total")
+    assert len(rewards) == 3
     if real:  # a random model earns nothing, and the recipe then skips the update
-        assert max(run.steps("reward/total")) > 0
+        assert rewards[-1] > rewards[0], rewards
         assert run.steps("grad_norm")[0] > 0
     final = run.checkpoints()[-1]
     assert final["state_path"].endswith("/weights/final")
