@@ -14,7 +14,7 @@ MODEL = {"model_name": SMOLLM2, "renderer_name": "qwen3_instruct"}
 @pytest.fixture(scope="module")
 def moved(cookbook, real, tmp_path_factory):
     """The last checkpoint of a model that was trained away from its base, and not too far to come
-    back: from 5 nats a token, at a rate of 1e-3, one run of two fell silent instead."""
+    back: from 5 nats a token, at a rate of 1e-3, one run of three fell silent instead."""
     chats = conversations(tmp_path_factory.mktemp("moved") / "chats.jsonl")
     run = cookbook.recipe(
         "chat_sl.train", "moved", **TINY | MODEL | {"learning_rate": 1e-3 if real else 5e-3},
