@@ -17,9 +17,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trimtab.config import ModelSource, ServerConfig, is_loopback
 from trimtab.errors import Invalid
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from trimtab.wire.calls import Gate, WireSettings
     from trimtab.wire.codec import WireCodec
 
-T = TypeVar("T")
 Progress = Callable[[str, float], None]
 
 log = logging.getLogger(__name__)
@@ -276,9 +274,11 @@ class Server:
             store.close()
 
     async def _loaded(self) -> dict[str, Engine] | None:
-        """The engines, or None when the end came first."""
+        """The engines, or None when the end came first: loading goes to its end all the same."""
+        from trimtab.service.lanes import on_its_own
+
         stop = asyncio.ensure_future(self._stopped.wait())
-        loading = _in_thread(lambda: load_engines(self.config, self._progress))
+        loading = on_its_own("trimtab-load", lambda: load_engines(self.config, self._progress))
         either: set[asyncio.Future[Any]] = {stop, loading}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         return None if stop.done() else loading.result()
@@ -343,14 +343,6 @@ def _http_server(app: object) -> uvicorn.Server:
             timeout_graceful_shutdown=LINGER_SECONDS,
         )
     )
-
-
-def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `function` on a thread of its own that no shutdown waits for: loading goes to its end."""
-    executor = ThreadPoolExecutor(1, thread_name_prefix="trimtab-load")
-    future = asyncio.get_running_loop().run_in_executor(executor, function)
-    executor.shutdown(wait=False)
-    return future
 
 
 # ------------------------------------------------------------------ the command

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,7 +16,7 @@ from trimtab.engine.cores import Cores
 from trimtab.engine.torch_sampler import TorchSampler
 from trimtab.types import WeightsRef
 
-from .sampling import request, tokens
+from .sampling import request, sampling, save_adapter, tokens
 
 
 def on_a_thread(function):
@@ -61,3 +62,19 @@ def test_an_idle_sampler_keeps_no_team(llama):
         assert threads() <= before
         assert not any(thread.name == "sampler" for thread in threading.enumerate())
     sampler.stop()
+
+
+def test_an_idle_sampler_holds_no_more_adapters_than_its_limit(llama, tmp_path):
+    with sampling(llama, adapters=1) as sampler:
+        for name in ("a", "b"):
+            folder = save_adapter(llama, tmp_path / name, seed=1)
+            sampler.publish(name, WeightsRef(name, llama.info.name, folder))
+            if name == "a":
+                [kept] = sampler._shelf._loaded.values()
+                factors = [weakref.ref(tensor) for tensor in kept.adapter.parameters()]
+                del kept
+                sampler.submit(SampleWork(request(tokens(4), 2, max_tokens=3), "a", 0)).result(10)
+        end = time.monotonic() + 20
+        while any(ref() is not None for ref in factors) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert factors and all(ref() is None for ref in factors)

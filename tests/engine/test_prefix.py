@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from trimtab.engine.kv import KVLayout, Pool
-from trimtab.engine.prefix import LEAST, PrefixCache, Scope, Source, Version, common
+from trimtab.engine.prefix import LEAST, PrefixCache, Scope, Source, Version
+from trimtab.engine.sharing import shared_tokens
 
 LAYOUT = KVLayout(((2, 3, 1), (1, 2, 2)), torch.float32, torch.device("cpu"))
 LONGEST = 96
@@ -147,6 +148,6 @@ def test_only_the_versions_that_are_meant_stay(pool):
 
 def test_common_heads():
     a = np.array([1, 2, 3])
-    assert [common(a, np.array(b)) for b in ([], [2], [1], [1, 2, 3, 4], [1, 2, 4])] == [
+    assert [shared_tokens(a, np.array(b)) for b in ([], [2], [1], [1, 2, 3, 4], [1, 2, 4])] == [
         0, 0, 1, 3, 2,
     ]  # fmt: skip

@@ -10,9 +10,10 @@ import pytest
 
 from trimtab.engine.memory import MIB, Memory
 from trimtab.engine.models import BaseModel
-from trimtab.engine.prefix import LEAST, common
+from trimtab.engine.prefix import LEAST
 from trimtab.engine.sampling_limits import SamplerLimits
 from trimtab.engine.scoring import PromptScorer
+from trimtab.engine.sharing import shared_tokens
 from trimtab.engine.torch_sampler import TorchSampler
 from trimtab.errors import ServerError
 from trimtab.types import WeightsRef
@@ -225,7 +226,7 @@ def test_low_precision_samplers_reuse_too(folder_of, numerics):
     bound = {"bfloat16": 2e-2, "int8": 1e-3}.get(numerics, 1e-4)  # int8's activations have 15 bits
     for one, other in ((found, without), (again, expected)):
         [a], [b] = one.sequences, other.sequences
-        alike = common(a.tokens, b.tokens)
+        alike = shared_tokens(a.tokens, b.tokens)
         assert alike == len(a.tokens) or numerics == "bfloat16"
         np.testing.assert_allclose(a.logprobs[:alike], b.logprobs[:alike], atol=bound)
 

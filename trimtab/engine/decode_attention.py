@@ -191,10 +191,10 @@ class GroupRows:
             pools,
             pools[0][:n],
             pools[1][:n],
-            part(pools[0], n, own).transpose(1, 2),
-            part(pools[1], n, own),
-            part(pools[2], self.sharing.prompts, prompt).transpose(1, 2),
-            part(pools[3], self.sharing.prompts, prompt),
+            rows_at(pools[0], n, own).transpose(1, 2),
+            rows_at(pools[1], n, own),
+            rows_at(pools[2], self.sharing.prompts, prompt).transpose(1, 2),
+            rows_at(pools[3], self.sharing.prompts, prompt),
         )
         self._layers[layer] = places, made
         return made
@@ -246,7 +246,7 @@ class GroupRows:
         return kept[1]
 
 
-def part(tensor: Tensor, rows: int, places: slice) -> Tensor:
+def rows_at(tensor: Tensor, rows: int, places: slice) -> Tensor:
     """The first rows of a pool's (R, H, L, D) at `places`: (rows * H, J, D), a view."""
     return tensor[:rows, :, places].flatten(0, 1)
 

@@ -24,11 +24,8 @@ from trimtab.engine.kernels import Int8Linear
 from trimtab.engine.lora import AdapterPlan, LoraLinear
 from trimtab.engine.net import Net
 from trimtab.engine.packed import LEAST, PackedLinear, can_pack
+from trimtab.engine.structure import Parts, RmsNorm
 
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-NORMS = {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 PROBE = (9, 4)
 TOLERANCE = 1e-5
 DIGITS_TOLERANCE = (
@@ -57,7 +54,7 @@ class FastNet:
         rules = rules_of(net)
         self.embed: nn.Module = decoder.embed_tokens
         self.rotary: nn.Module = decoder.rotary_emb
-        self.norm = Norm.of(decoder.norm)
+        self.norm = RmsNorm.of(decoder.norm)
         self.layers = [
             Layer.of(layer, rules[i], pack=pack) for i, layer in enumerate(decoder.layers)
         ]
@@ -91,6 +88,13 @@ class FastNet:
             x_Md = layer.forward(i, x_Md, turn, attention, self.plan)
         return self.norm(x_Md[:rows] if short else x_Md)
 
+    def forget(self) -> None:
+        """Let go of the last pass's adapters."""
+        self.given, self.plan = ((), 0), ()
+        for layer in self.layers:
+            for projection in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                projection.plan, projection.products = (), []
+
 
 class _Shortened:
     """A plan for the first rows of a pass; the others get zeros."""
@@ -103,25 +107,6 @@ class _Shortened:
         short = q.shape[2] - self.rows
         q, k, v = (x[:, :, : self.rows] for x in (q, k, v))
         return F.pad(self.plan.attend(layer, q, k, v, **rule), (0, 0, 0, 0, 0, short))
-
-
-class Norm:
-    """x / sqrt(mean(x ** 2) + eps) * weight over the last axis, in five operations of torch, whose
-    own takes nine on a CPU."""
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight = weight
-        self.eps = torch.tensor(eps, device=weight.device)
-
-    @staticmethod
-    def of(module: Any) -> Norm:
-        eps = getattr(module, "variance_epsilon", None)
-        return Norm(module.weight, module.eps if eps is None else eps)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.addcmul(self.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
-        return torch.mul(x, scale).mul_(self.weight)
 
 
 class Projection:
@@ -187,11 +172,11 @@ class _LowRank(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    before: Norm
+    before: RmsNorm
     qkv: Projection
-    turned: Norm | None  # of queries and keys, (Hq + H, D)
+    turned: RmsNorm | None  # of queries and keys, (Hq + H, D)
     out: Projection
-    between: Norm
+    between: RmsNorm
     gate_up: Projection
     down: Projection
     act: Callable[[Tensor], Tensor]
@@ -201,29 +186,17 @@ class Layer:
 
     @staticmethod
     def of(layer: Any, rule: tuple[Rule, int, int], *, pack: bool) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
-        inside = {name for name, _ in attention.named_children()}
-        if (
-            {name for name, _ in layer.named_children()} != LAYER
-            or inside - NORMS != ATTENTION
-            or {name for name, _ in mlp.named_children()} != MLP
-        ):
-            raise TypeError("another structure")
         how, queries, keys = rule
-        turned = None
-        if inside & NORMS:
-            q, k = Norm.of(attention.q_norm), Norm.of(attention.k_norm)
-            weight = torch.cat([q.weight.expand(queries, -1), k.weight.expand(keys, -1)])
-            turned = Norm(weight, q.eps.item())
+        parts = Parts.of(layer, queries, keys)
         return Layer(
-            before=Norm.of(layer.input_layernorm),
-            qkv=Projection([attention.q_proj, attention.k_proj, attention.v_proj], pack=pack),
-            turned=turned,
-            out=Projection([attention.o_proj], pack=pack),
-            between=Norm.of(layer.post_attention_layernorm),
-            gate_up=Projection([mlp.gate_proj, mlp.up_proj], pack=pack),
-            down=Projection([mlp.down_proj], pack=pack),
-            act=mlp.act_fn,
+            before=parts.before,
+            qkv=Projection(parts.qkv, pack=pack),
+            turned=parts.heads,
+            out=Projection([parts.out], pack=pack),
+            between=parts.between,
+            gate_up=Projection(parts.gate_up, pack=pack),
+            down=Projection([parts.down], pack=pack),
+            act=parts.act,
             queries=queries,
             keys=keys,
             rule=how,

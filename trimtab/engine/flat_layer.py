@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from trimtab.engine.attention import AttentionPlan, Rule
 from trimtab.engine.joint import Bound, Joint
 from trimtab.engine.lora import Adapter
+from trimtab.engine.structure import RmsNorm
 
 BLOCK = 1024
 """Rows whose intermediate results are alive at a time."""
@@ -34,33 +35,6 @@ Turn = tuple[Tensor, Tensor]
 def blocks(rows: int) -> Iterator[slice]:
     for start in range(0, rows, BLOCK):
         yield slice(start, min(start + BLOCK, rows))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RmsNorm:
-    """y = w x / sqrt(mean(x^2) + eps) over the last dimension."""
-
-    weight: Tensor
-    eps: float
-
-    @staticmethod
-    def of(module: Any) -> RmsNorm:
-        eps = getattr(module, "variance_epsilon", None)
-        return RmsNorm(module.weight, module.eps if eps is None else eps)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return (x * self._scale(x)).mul_(self.weight)
-
-    def _scale(self, x: Tensor) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # one pass, nothing in between
-        return norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
-
-    def backward(self, dy: Tensor, x: Tensor) -> Tensor:
-        """d x; consumes `dy`."""
-        scale = self._scale(x)
-        dy.mul_(self.weight)
-        along = torch.linalg.vecdot(dy, x)[..., None].mul_(scale**3).div_(x.shape[-1])
-        return dy.mul_(scale).addcmul_(x, along, value=-1)
 
 
 class _Norm(torch.autograd.Function):

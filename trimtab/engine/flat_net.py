@@ -17,15 +17,11 @@ from torch.nn import functional as F
 
 from trimtab.engine.attention import AttentionPlan, Rule
 from trimtab.engine.fast_net import agrees, rules_of
-from trimtab.engine.flat_layer import FlatLayer, RmsNorm, normed
+from trimtab.engine.flat_layer import FlatLayer, normed
 from trimtab.engine.joint import Joint
 from trimtab.engine.lora import AdapterPlan
 from trimtab.engine.net import Net
-
-LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
-NORMS = {"q_norm", "k_norm"}
-MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+from trimtab.engine.structure import Parts, RmsNorm
 
 
 @torch.no_grad()
@@ -69,30 +65,18 @@ class FlatNet(Net):
 
 def layer_of(layer: Any, rule: Rule, queries: int, keys: int) -> FlatLayer:
     """TypeError for a layer of another structure."""
-    attention, mlp = layer.self_attn, layer.mlp
-    inside = {name for name, _ in attention.named_children()}
-    if (
-        {name for name, _ in layer.named_children()} != LAYER
-        or inside - NORMS != ATTENTION
-        or {name for name, _ in mlp.named_children()} != MLP
-    ):
-        raise TypeError("another structure")
+    parts = Parts.of(layer, queries, keys)
     probe = torch.linspace(-8, 8, 99)
-    if not torch.allclose(mlp.act_fn(probe), F.silu(probe)):
+    if not torch.allclose(parts.act(probe), F.silu(probe)):
         raise TypeError("another activation")
-    heads = None
-    if inside & NORMS:
-        q, k = RmsNorm.of(attention.q_norm), RmsNorm.of(attention.k_norm)
-        weight = torch.cat([q.weight.expand(queries, -1), k.weight.expand(keys, -1)])
-        heads = RmsNorm(weight, q.eps)
     return FlatLayer(
-        before=RmsNorm.of(layer.input_layernorm),
-        qkv=Joint.of(attention.q_proj, attention.k_proj, attention.v_proj),
-        heads=heads,
-        out=Joint.of(attention.o_proj),
-        between=RmsNorm.of(layer.post_attention_layernorm),
-        gate_up=Joint.of(mlp.gate_proj, mlp.up_proj),
-        down=Joint.of(mlp.down_proj),
+        before=parts.before,
+        qkv=Joint.of(*parts.qkv),
+        heads=parts.heads,
+        out=Joint.of(parts.out),
+        between=parts.between,
+        gate_up=Joint.of(*parts.gate_up),
+        down=Joint.of(parts.down),
         queries=queries,
         keys=keys,
         rule=rule,

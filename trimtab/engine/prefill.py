@@ -24,8 +24,9 @@ from trimtab.engine.keeping import keep_prompt
 from trimtab.engine.kv import Group, KVMemory
 from trimtab.engine.memory import is_out_of_memory
 from trimtab.engine.net import Net
-from trimtab.engine.prefix import LEAST, common
+from trimtab.engine.prefix import LEAST
 from trimtab.engine.sampling_limits import SamplerLimits
+from trimtab.engine.sharing import shared_tokens
 from trimtab.engine.weights import Weights
 from trimtab.errors import TrimtabError
 
@@ -114,7 +115,9 @@ class Prefill:
         if not rivals or len(head) < LEAST or not self._memory.may_keep(rivals[0].prompt.known):
             return False
         worth = self._memory.prefixes.held(scope, head) + LEAST
-        return any(common(rival.ids[: rival.prompt.known], head) >= worth for rival in rivals)
+        return any(
+            shared_tokens(rival.ids[: rival.prompt.known], head) >= worth for rival in rivals
+        )
 
     def _begin(self, job: Job, weights: Weights) -> bool:
         """Give the prompt its place and what is known of it; False where that failed the job."""

@@ -14,33 +14,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trimtab.engine.sharing import shared_tokens
+
+if TYPE_CHECKING:
+    from trimtab.engine.kv import KVLayout, Pool
+
 LEAST = 16
 """Tokens below which copying is not worth its many small calls: shorter heads are computed again,
 and a sequence that adds fewer is not kept."""
-
-
-class Layout(Protocol):
-    """engine.kv.KVLayout, as far as it matters here."""
-
-    @property
-    def layers(self) -> tuple[tuple[int, int, int], ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-
-
-class Places(Protocol):
-    """engine.kv.Pool: keys and values (R, H, L, D) a layer."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
 
 
 class Version(NamedTuple):
@@ -60,7 +47,7 @@ class Scope(NamedTuple):
 class Source(NamedTuple):
     """Where positions [first, stop) of a sequence lie: in row `slot` of `pool`, from place 0 on."""
 
-    pool: Places
+    pool: Pool
     slot: int
     first: int
     stop: int
@@ -97,7 +84,7 @@ class PrefixCache:
     40
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
         self._lock = threading.Lock()
         self._roots: dict[Scope, Root] = {}
@@ -109,7 +96,7 @@ class PrefixCache:
         with self._lock:
             return _worth(self._walk(scope, tokens))
 
-    def copy(self, scope: Scope, tokens: np.ndarray, pool: Places, slot: int) -> int:
+    def copy(self, scope: Scope, tokens: np.ndarray, pool: Pool, slot: int) -> int:
         """Put the longest head that is here at the beginning of a pool's row; how long is it?"""
         with self._lock:
             path = self._walk(scope, tokens)
@@ -171,7 +158,7 @@ class PrefixCache:
         while node is not None and known < len(tokens):
             node = node.children.get((at, int(tokens[known])))
             if node is not None:
-                at = common(node.tokens, tokens[known:])
+                at = shared_tokens(node.tokens, tokens[known:])
                 path.append((node, at))
                 known += at
         return path
@@ -206,18 +193,6 @@ class PrefixCache:
             del self._roots[node.parent.scope]
 
 
-def common(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two sequences begin with alike.
-
-    >>> common(np.array([4, 5, 6]), np.array([4, 5, 7, 8]))
-    2
-    """
-    n = min(len(a), len(b))
-    other = a[:n] != b[:n]
-    first = int(other.argmax()) if n else 0
-    return first if n and other[first] else n
-
-
 def _worth(path: Sequence[tuple[Node, int]]) -> int:
     known = sum(n for _, n in path)
     return known if known >= LEAST else 0
@@ -233,7 +208,7 @@ def _below(root: Node) -> Iterator[Node]:
 
 
 def _gathered(
-    layout: Layout, start: int, stop: int, sources: Sequence[Source]
+    layout: KVLayout, start: int, stop: int, sources: Sequence[Source]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Keys and values (H, n, D) a layer of positions [start, stop), all in one piece of memory."""
     n = stop - start

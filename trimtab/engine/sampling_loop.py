@@ -75,6 +75,12 @@ class SamplingLoop:
         self._queue.append(job)
         job.future.add_done_callback(self._note_cancelled)
 
+    def rest(self) -> None:
+        """There is nothing to do: let go of what the last batch was decoded with."""
+        self._batch, self._batch_weights = None, {}
+        if isinstance(self._net, FastNet):
+            self._net.forget()
+
     def step(self) -> None:
         self._drop_cancelled()
         self._drop_outdated()

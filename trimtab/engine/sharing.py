@@ -61,7 +61,11 @@ def common(sequences: Sequence[np.ndarray]) -> list[Common]:
 
 
 def shared_tokens(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two sequences begin with alike."""
+    """How many tokens two sequences begin with alike.
+
+    >>> shared_tokens(np.array([4, 5, 6]), np.array([4, 5, 7, 8]))
+    2
+    """
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n

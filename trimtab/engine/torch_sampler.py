@@ -189,6 +189,7 @@ class TorchSampler:
             self._take_in()
             going_on = self._loop.busy and not self._stopping
             if not going_on:
+                self._loop.rest()
                 self._thread = None
             return going_on
 

@@ -156,7 +156,7 @@ class Lanes:
             job = lane.take()
             outcome: Done | Failed | None = None
             if job.run is not None:
-                outcome = await _on_its_own(learner.name, partial(_attempt, job, lane.model_id))
+                outcome = await on_its_own(learner.name, partial(_attempt, job, lane.model_id))
                 if outcome is None:  # stopping: the job stays pending in the journal
                     continue
             self._after(lane, job, outcome)
@@ -368,7 +368,7 @@ async def _nothing(_: Done | Failed) -> None:
     """A refused request is in the journal already."""
 
 
-def _on_its_own(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
+def on_its_own(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
     """Run on a thread that ends with it, and with it what an engine keeps for each thread."""
     executor = ThreadPoolExecutor(1, name)
     future = asyncio.get_running_loop().run_in_executor(executor, function)
